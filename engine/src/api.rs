@@ -1,0 +1,174 @@
+//! What callers hand to the engine and what they get back.
+
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+
+/// A row of the vocabulary.
+pub type TokenId = u32;
+
+/// How to pick each token. Defaults are greedy.
+///
+/// Travels with a ticket, so that a prefill worker picks the first token as the decode worker would.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SamplingParams {
+    /// 0 is greedy.
+    pub temperature: f32,
+    /// Keep only the `top_k` likeliest tokens; `None` keeps all.
+    pub top_k: Option<u32>,
+    /// Keep the smallest set of tokens whose probabilities sum to at least this; 1 keeps all.
+    pub top_p: f32,
+    /// Same seed, same text. `None`: the engine draws one when it takes the request.
+    pub seed: Option<u64>,
+    /// Tokens to generate at most.
+    pub max_tokens: usize,
+    /// Go on past end-of-sequence tokens.
+    pub ignore_eos: bool,
+    /// Further tokens that end the text, beside the model's own end-of-sequence tokens.
+    pub stop_token_ids: Vec<TokenId>,
+}
+
+impl Default for SamplingParams {
+    fn default() -> Self {
+        Self {
+            temperature: 0.0,
+            top_k: None,
+            top_p: 1.0,
+            seed: None,
+            max_tokens: 16,
+            ignore_eos: false,
+            stop_token_ids: Vec::new(),
+        }
+    }
+}
+
+/// One sequence to continue.
+#[derive(Clone, Debug)]
+pub struct GenerateRequest {
+    /// For logs: the client's `X-Request-Id` or one made by the server. Need not be unique.
+    pub request_id: String,
+    /// Prompt; not empty, every id below the vocabulary size.
+    pub prompt: Vec<TokenId>,
+    pub sampling: SamplingParams,
+    /// Requests with different salts never share cached blocks.
+    pub cache_salt: Option<String>,
+    /// When the server took the request.
+    pub arrival: Instant,
+    /// The request ends with an error after this long.
+    pub timeout: Duration,
+}
+
+/// Why a sequence ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum FinishReason {
+    /// An end-of-sequence or stop token; that token is not part of the output's text.
+    Stop,
+    /// `max_tokens` or the model's length was reached.
+    Length,
+}
+
+impl FinishReason {
+    /// OpenAI's word for it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            FinishReason::Stop => "stop",
+            FinishReason::Length => "length",
+        }
+    }
+}
+
+/// Where the time of a request went. Durations since its arrival.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Timeline {
+    pub scheduled: Option<Duration>,
+    pub first_token: Option<Duration>,
+    /// When the transferred KV was complete; `None` when this process computed the prompt.
+    pub kv_received: Option<Duration>,
+    pub last_token: Option<Duration>,
+}
+
+/// The part of an answer known when the request is over.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Usage {
+    pub prompt_tokens: usize,
+    pub completion_tokens: usize,
+    /// Prompt tokens whose KV was already here (or on the prefill worker) and was not computed.
+    pub cached_tokens: usize,
+    /// Prompt tokens whose KV came from a prefill worker.
+    pub transferred_tokens: usize,
+}
+
+/// What a running request tells its caller, in order; `Finished` or `Failed` is the last.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Output {
+    /// One more token. An end-of-sequence or stop token is not sent; it shows as `Finished { reason: Stop }`
+    /// (it counts in `usage.completion_tokens`). `cached_tokens` is known with the first token.
+    Token { id: TokenId, cached_tokens: usize },
+    Finished {
+        reason: FinishReason,
+        /// The stop token that ended it, if one of `stop_token_ids` did.
+        stop_token: Option<TokenId>,
+        usage: Usage,
+        timeline: Timeline,
+    },
+    Failed(RequestError),
+}
+
+/// Why the engine would not take, or could not finish, a request.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum RequestError {
+    #[error("the prompt is empty; at least one token is needed")]
+    EmptyPrompt,
+    #[error("token id {id} is out of range: the vocabulary has {vocab_size} rows")]
+    TokenOutOfRange { id: TokenId, vocab_size: usize },
+    #[error("the prompt has {prompt} tokens, but the model's maximum length is {max_model_len} tokens and at least one is needed for the answer")]
+    PromptTooLong { prompt: usize, max_model_len: usize },
+    #[error("the prompt has {prompt} tokens and needs {needed} KV cache blocks, but this worker has {capacity} blocks of {block_size} tokens")]
+    PromptNeverFits { prompt: usize, needed: usize, capacity: usize, block_size: usize },
+    #[error("{field} is {value}, expected {expected}")]
+    BadParameter { field: &'static str, value: String, expected: &'static str },
+    #[error("{queued} requests are waiting already, the limit is {limit}")]
+    QueueFull { queued: usize, limit: usize },
+    #[error("the server is shutting down")]
+    ShuttingDown,
+    #[error("the request did not finish within {0:?}")]
+    DeadlineExceeded(Duration),
+    #[error("remote prefill failed: {0}")]
+    RemotePrefill(String),
+    #[error("the engine failed: {0}")]
+    Internal(String),
+}
+
+impl RequestError {
+    /// The HTTP status this error maps to.
+    pub fn status(&self) -> u16 {
+        match self {
+            RequestError::EmptyPrompt
+            | RequestError::TokenOutOfRange { .. }
+            | RequestError::PromptTooLong { .. }
+            | RequestError::PromptNeverFits { .. }
+            | RequestError::BadParameter { .. } => 400,
+            RequestError::QueueFull { .. } => 429,
+            RequestError::ShuttingDown | RequestError::RemotePrefill(_) => 503,
+            RequestError::DeadlineExceeded(_) => 504,
+            RequestError::Internal(_) => 500,
+        }
+    }
+
+    /// Stable label for metrics.
+    pub fn label(&self) -> &'static str {
+        match self {
+            RequestError::EmptyPrompt => "empty_prompt",
+            RequestError::TokenOutOfRange { .. } => "token_out_of_range",
+            RequestError::PromptTooLong { .. } => "prompt_too_long",
+            RequestError::PromptNeverFits { .. } => "prompt_never_fits",
+            RequestError::BadParameter { .. } => "bad_parameter",
+            RequestError::QueueFull { .. } => "queue_full",
+            RequestError::ShuttingDown => "shutting_down",
+            RequestError::DeadlineExceeded(_) => "deadline_exceeded",
+            RequestError::RemotePrefill(_) => "remote_prefill",
+            RequestError::Internal(_) => "internal",
+        }
+    }
+}

@@ -1,0 +1,176 @@
+//! Which tokens are computed in a step.
+
+use std::time::Duration;
+
+use kernels::BatchMeta;
+
+use super::Core;
+use crate::api::{FinishReason, SamplingParams, TokenId};
+use crate::handle::RequestId;
+use crate::pool::{BlockId, Holder};
+use crate::request::{Origin, State};
+
+/// One step: which tokens of which requests, packed.
+#[derive(Clone, Debug, Default)]
+pub struct Plan {
+    pub items: Vec<PlanItem>,
+    pub tokens: Vec<TokenId>,
+    pub meta: BatchMeta,
+    /// Rows whose next token is sampled, ascending by row.
+    pub samples: Vec<SampleRow>,
+}
+
+/// One request's share of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PlanItem {
+    pub id: RequestId,
+    pub len: usize,
+    /// The step computes its last known token, so a new one is sampled.
+    pub samples: bool,
+}
+
+/// A packed row whose logits become a token.
+#[derive(Clone, Debug)]
+pub struct SampleRow {
+    pub row: u32,
+    pub params: SamplingParams,
+    pub seed: u64,
+    /// Index of the token in the answer.
+    pub index: u64,
+}
+
+impl Core {
+    /// Picks the next step; `None` if nothing can be computed now.
+    ///
+    /// Running decodes come first, so that a stream never waits longer than one step; what is left of the budget goes to
+    /// prompts in the order of their admission, then to the queue.
+    pub fn plan(&mut self, now: Duration) -> Option<Plan> {
+        self.expire(now);
+        self.grant_waiting();
+        let mut plan = Plan::default();
+        let mut budget = self.config.max_batched_tokens;
+        self.start_ready();
+        self.plan_decodes(&mut plan, &mut budget, now);
+        self.plan_prefills(&mut plan, &mut budget);
+        self.admit_waiting(&mut plan, &mut budget, now);
+        self.check();
+        (!plan.items.is_empty()).then_some(plan)
+    }
+
+    fn start_ready(&mut self) {
+        while self.running.len() < self.config.max_seqs {
+            let Some(id) = self.ready.pop_front() else { break };
+            self.request(id).state = State::Running;
+            self.running.push(id);
+        }
+    }
+
+    fn plan_decodes(&mut self, plan: &mut Plan, budget: &mut usize, now: Duration) {
+        for id in self.running.clone() {
+            // Preempted meanwhile to make room for one before it.
+            let decodes = |request: &crate::request::Request| request.state == State::Running && request.remaining() == 1;
+            if *budget == 0 || !self.requests.get(&id).is_some_and(decodes) {
+                continue;
+            }
+            if self.grow(id, now) {
+                self.add(plan, budget, id, 1);
+            }
+        }
+    }
+
+    fn plan_prefills(&mut self, plan: &mut Plan, budget: &mut usize) {
+        for id in self.running.clone() {
+            // With one token left it was planned as a decode, or could not be.
+            let remaining = self.requests[&id].remaining();
+            if *budget > 0 && remaining > 1 {
+                self.add(plan, budget, id, remaining.min(*budget));
+            }
+        }
+    }
+
+    fn admit_waiting(&mut self, plan: &mut Plan, budget: &mut usize, now: Duration) {
+        while *budget > 0 && self.running.len() < self.config.max_seqs {
+            let Some(&id) = self.waiting.front() else { break };
+            let Some(cached_blocks) = self.take_blocks(id, Holder::Running) else { break };
+            self.waiting.pop_front();
+            self.running.push(id);
+            let cached = cached_blocks * self.config.block_size;
+            self.count_lookup(self.requests[&id].tokens.len(), cached);
+            let request = self.request(id);
+            request.state = State::Running;
+            request.num_computed = cached;
+            let cached_prompt = cached.min(request.prompt_len);
+            let first = request.cached_tokens.is_none();
+            request.cached_tokens.get_or_insert(cached_prompt);
+            request.timeline.scheduled.get_or_insert(now.saturating_sub(request.arrival));
+            let remaining = request.remaining();
+            if first {
+                self.counters.prompt_tokens_cached += cached_prompt as u64;
+            }
+            self.dequeued(id);
+            self.started(id);
+            self.add(plan, budget, id, remaining.min(*budget));
+        }
+    }
+
+    /// Makes sure that a decoding request has a block for its next token. False if it cannot run in this step.
+    fn grow(&mut self, id: RequestId, now: Duration) -> bool {
+        let needed = self.blocks_for(self.requests[&id].tokens.len());
+        if needed > self.pool.capacity() {
+            // Even alone it could not go on: the pool is the limit of its length.
+            self.finish(id, FinishReason::Length, now);
+            return false;
+        }
+        while self.requests[&id].block_table.len() < needed {
+            if let Some(blocks) = self.pool.allocate(1, Holder::Running) {
+                self.request(id).block_table.extend(blocks);
+                continue;
+            }
+            let Some(victim) = self.newest_preemptible() else { return false };
+            self.preempt(victim);
+            if victim == id {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// The last admitted request that may lose its blocks. Those that compute for a ticket may not: writes from their
+    /// blocks can be under way.
+    fn newest_preemptible(&self) -> Option<RequestId> {
+        let preemptible = |id: &&RequestId| matches!(self.requests[id].origin, Origin::Client);
+        self.running.iter().rev().find(preemptible).copied()
+    }
+
+    /// Takes a request's blocks; it starts again from its tokens, the first in the queue.
+    fn preempt(&mut self, id: RequestId) {
+        self.counters.preemptions += 1;
+        self.running.retain(|other| *other != id);
+        let request = self.request(id);
+        request.state = State::Waiting;
+        request.num_computed = 0;
+        let table: Vec<BlockId> = std::mem::take(&mut request.block_table);
+        self.pool.release_chain(&table);
+        self.waiting.push_front(id);
+    }
+
+    fn add(&mut self, plan: &mut Plan, budget: &mut usize, id: RequestId, len: usize) {
+        let block_size = self.config.block_size;
+        let request = &self.requests[&id];
+        let (start, end) = (request.num_computed, request.num_computed + len);
+        let table: Vec<u32> = request.block_table.iter().map(|block| block.0).collect();
+        plan.tokens.extend_from_slice(&request.tokens[start..end]);
+        plan.meta.push(&table, start, len, block_size);
+        let samples = end == request.tokens.len();
+        if samples {
+            plan.samples.push(SampleRow {
+                row: plan.tokens.len() as u32 - 1,
+                params: request.sampling.clone(),
+                seed: request.seed,
+                index: request.num_generated() as u64,
+            });
+        }
+        plan.items.push(PlanItem { id, len, samples });
+        *budget -= len;
+    }
+}

@@ -1,0 +1,38 @@
+//! What reaches the engine's thread.
+
+use tokio::sync::mpsc::UnboundedSender;
+use tokio::sync::oneshot;
+use transfer::{DriverEvent, PeerId};
+
+use crate::handle::{RequestId, Submission};
+use crate::handoff::PeerMessage;
+
+/// What a peer is to us.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PeerRole {
+    /// It computes prompts for us.
+    Prefill,
+    /// We compute prompts for it.
+    Decode,
+}
+
+/// Everything that can happen, in the order in which the engine hears of it.
+#[derive(Debug)]
+pub enum Event {
+    Submit(Submission),
+    Abort(RequestId),
+    /// A link stands and the transport knows the peer. Messages to it go into `outbox`, which is bounded by the
+    /// protocol: a few messages a ticket.
+    PeerUp { peer: PeerId, role: PeerRole, outbox: UnboundedSender<PeerMessage> },
+    /// The link is lost. The peer may still write into granted blocks.
+    PeerDown(PeerId),
+    /// Nothing of this peer can write any more: its process is dead, or it said so in a new handshake.
+    PeerGone(PeerId),
+    /// Answer when no ticket of this peer is left here.
+    AwaitIdle { peer: PeerId, reply: oneshot::Sender<()> },
+    Message { peer: PeerId, message: PeerMessage },
+    Transfer(DriverEvent),
+    ResetPrefixCache,
+    /// End the thread; running requests fail.
+    Stop,
+}

@@ -1,0 +1,191 @@
+//! The async side of the engine: submit a request, read its tokens, drop the stream to abort it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::Sender;
+
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+
+use crate::api::{GenerateRequest, Output, RequestError, TokenId};
+use crate::event::Event;
+use crate::metrics::Metrics;
+
+/// Names one request inside one engine; never reused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RequestId(pub u64);
+
+/// What does not change while the engine lives.
+#[derive(Clone, Debug)]
+pub struct EngineInfo {
+    /// The name clients use in `model`.
+    pub model_name: String,
+    /// Prompt and answer together, in tokens.
+    pub max_model_len: usize,
+    /// Rows of the embedding; every token id is below it.
+    pub vocab_size: usize,
+    pub block_size: usize,
+    /// Capacity of the KV pool.
+    pub num_blocks: usize,
+    /// Requests that may wait before new ones are refused.
+    pub max_queued: usize,
+}
+
+/// A cheap, cloneable way to reach the engine's thread.
+#[derive(Clone)]
+pub struct EngineHandle {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    events: Sender<Event>,
+    info: EngineInfo,
+    metrics: Arc<Metrics>,
+    next_id: AtomicU64,
+    waiting: Arc<AtomicUsize>,
+    draining: AtomicBool,
+}
+
+impl EngineHandle {
+    pub fn new(events: Sender<Event>, info: EngineInfo, metrics: Arc<Metrics>, waiting: Arc<AtomicUsize>) -> Self {
+        let shared =
+            Shared { events, info, metrics, next_id: AtomicU64::new(1), waiting, draining: AtomicBool::new(false) };
+        Self { shared: Arc::new(shared) }
+    }
+
+    pub fn info(&self) -> &EngineInfo {
+        &self.shared.info
+    }
+
+    pub fn metrics(&self) -> &Arc<Metrics> {
+        &self.shared.metrics
+    }
+
+    /// Checks the request and queues it. Every error that depends on the request alone is found here, before
+    /// anything is streamed.
+    pub fn submit(&self, request: GenerateRequest) -> Result<OutputStream, RequestError> {
+        self.check(&request).inspect_err(|error| self.shared.metrics.refused(error))?;
+        let id = RequestId(self.shared.next_id.fetch_add(1, Ordering::Relaxed));
+        let (outputs, receiver) = unbounded_channel();
+        // Counted here and given back by the engine when the request leaves the queue, so that a burst
+        // cannot pass the limit before the engine's thread has looked at its channel.
+        self.shared.waiting.fetch_add(1, Ordering::Relaxed);
+        let submit = Event::Submit(Submission { id, request, outputs });
+        if self.shared.events.send(submit).is_err() {
+            self.shared.waiting.fetch_sub(1, Ordering::Relaxed);
+            return Err(RequestError::ShuttingDown);
+        }
+        Ok(OutputStream { id, receiver, events: self.shared.events.clone(), finished: false })
+    }
+
+    /// From now on `submit` refuses; running requests go on.
+    pub fn drain(&self) {
+        self.shared.draining.store(true, Ordering::SeqCst);
+    }
+
+    /// Sends an event to the engine's thread; false if the thread is gone.
+    pub fn send(&self, event: Event) -> bool {
+        self.shared.events.send(event).is_ok()
+    }
+
+    fn check(&self, request: &GenerateRequest) -> Result<(), RequestError> {
+        let info = &self.shared.info;
+        if self.shared.draining.load(Ordering::SeqCst) {
+            return Err(RequestError::ShuttingDown);
+        }
+        let prompt = request.prompt.len();
+        if prompt == 0 {
+            return Err(RequestError::EmptyPrompt);
+        }
+        if let Some(&id) = request.prompt.iter().find(|&&id| id as usize >= info.vocab_size) {
+            return Err(RequestError::TokenOutOfRange { id, vocab_size: info.vocab_size });
+        }
+        if prompt >= info.max_model_len {
+            return Err(RequestError::PromptTooLong { prompt, max_model_len: info.max_model_len });
+        }
+        let needed = prompt.div_ceil(info.block_size);
+        if needed > info.num_blocks {
+            let (capacity, block_size) = (info.num_blocks, info.block_size);
+            return Err(RequestError::PromptNeverFits { prompt, needed, capacity, block_size });
+        }
+        request.sampling.check(info.vocab_size)?;
+        let (queued, limit) = (self.shared.waiting.load(Ordering::Relaxed), info.max_queued);
+        if queued >= limit {
+            return Err(RequestError::QueueFull { queued, limit });
+        }
+        Ok(())
+    }
+}
+
+/// A request on its way to the engine's thread.
+#[derive(Debug)]
+pub struct Submission {
+    pub id: RequestId,
+    pub request: GenerateRequest,
+    /// Unbounded, yet it never holds more than `max_tokens` + 1 outputs: the engine sends no more than that.
+    pub outputs: UnboundedSender<Output>,
+}
+
+/// The outputs of one request. Dropping it before the end aborts the request and frees its blocks.
+#[derive(Debug)]
+pub struct OutputStream {
+    id: RequestId,
+    receiver: UnboundedReceiver<Output>,
+    events: Sender<Event>,
+    finished: bool,
+}
+
+impl OutputStream {
+    pub fn id(&self) -> RequestId {
+        self.id
+    }
+
+    /// The next output; `None` after the last. If the engine's thread dies this yields one `Failed`.
+    pub async fn next(&mut self) -> Option<Output> {
+        if self.finished {
+            return None;
+        }
+        let output = self.receiver.recv().await.unwrap_or_else(|| {
+            Output::Failed(RequestError::Internal("the engine stopped before the request ended".into()))
+        });
+        self.finished = !matches!(output, Output::Token { .. });
+        Some(output)
+    }
+
+    /// What has arrived already, without waiting.
+    pub fn try_next(&mut self) -> Option<Output> {
+        if self.finished {
+            return None;
+        }
+        let output = self.receiver.try_recv().ok()?;
+        self.finished = !matches!(output, Output::Token { .. });
+        Some(output)
+    }
+}
+
+impl Drop for OutputStream {
+    fn drop(&mut self) {
+        if !self.finished {
+            let _ = self.events.send(Event::Abort(self.id));
+        }
+    }
+}
+
+impl crate::api::SamplingParams {
+    /// Refuses values outside their range, naming the field, the value and what was expected.
+    pub fn check(&self, vocab_size: usize) -> Result<(), RequestError> {
+        let bad = |field, value: String, expected| Err(RequestError::BadParameter { field, value, expected });
+        if !(0.0..=2.0).contains(&self.temperature) {
+            return bad("temperature", self.temperature.to_string(), "a number in [0, 2]");
+        }
+        if !(self.top_p > 0.0 && self.top_p <= 1.0) {
+            return bad("top_p", self.top_p.to_string(), "a number in (0, 1]");
+        }
+        if self.max_tokens == 0 {
+            return bad("max_tokens", "0".into(), "at least 1");
+        }
+        if let Some(id) = self.stop_token_ids.iter().find(|&&id: &&TokenId| id as usize >= vocab_size) {
+            return bad("stop_token_ids", id.to_string(), "ids below the vocabulary size");
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,58 @@
+//! Names of cached blocks.
+//!
+//! A block's name covers everything before it: the hash chain's root (one for each `cache_salt`, one for none), then
+//! each block's token ids. Seeds are fixed, so every process gives the same content the same name.
+
+use xxhash_rust::xxh3::{Xxh3, xxh3_128_with_seed};
+
+use crate::api::TokenId;
+
+/// Changes whenever names would: part of the layout that peers compare.
+const SEED: u64 = 0x6b76_6665_7272_7901;
+
+/// Name of a full block and of everything before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct BlockHash(pub u128);
+
+/// Where the chain of a salt begins. No salt is a domain of its own, different from every salt, the empty one too.
+pub fn root(salt: Option<&str>) -> BlockHash {
+    match salt {
+        None => BlockHash(xxh3_128_with_seed(b"unsalted", SEED)),
+        Some(salt) => BlockHash(xxh3_128_with_seed(&[b"salt:", salt.as_bytes()].concat(), SEED)),
+    }
+}
+
+/// The name of the block of `tokens` that follows `parent`.
+pub fn chain(parent: BlockHash, tokens: &[TokenId]) -> BlockHash {
+    let mut hasher = Xxh3::with_seed(SEED);
+    hasher.update(&parent.0.to_le_bytes());
+    for token in tokens {
+        hasher.update(&token.to_le_bytes());
+    }
+    BlockHash(hasher.digest128())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Computed with Python's `xxhash`. These values are in events and in other processes' indexes: changing them is a protocol change.
+    #[test]
+    fn names_are_the_same_in_every_process_and_release() {
+        let first = chain(root(None), &(0..16).collect::<Vec<_>>());
+        let second = chain(first, &(16..32).collect::<Vec<_>>());
+        assert_eq!(format!("{:032x}", first.0), FIRST);
+        assert_eq!(format!("{:032x}", second.0), SECOND);
+    }
+
+    const FIRST: &str = "1b8fd3f3a322c5d6b38987e65a675473";
+    const SECOND: &str = "2c2a86cc6db10d39a4d0af37218f0603";
+
+    #[test]
+    fn a_salt_is_a_domain_of_its_own() {
+        let names = [root(None), root(Some("")), root(Some("a")), root(Some("b")), root(Some("unsalted"))];
+        for (i, a) in names.iter().enumerate() {
+            assert!(names[i + 1..].iter().all(|b| a != b));
+        }
+    }
+}

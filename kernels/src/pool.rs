@@ -1,0 +1,94 @@
+//! The KV pool: one anonymous mapping that holds every block.
+
+use std::io;
+use std::ptr::NonNull;
+
+use crate::layout::{Half, KvLayout};
+
+/// All KV blocks of a process in one allocation, in [`KvLayout`]'s order. Zeroed at start.
+///
+/// Interior mutability without locks: the engine guarantees that a block being written has no other reader or writer
+/// (it belongs to one running request or to one ticket), and that shared blocks are only read.
+#[derive(Debug)]
+pub struct KvPool {
+    base: NonNull<u8>,
+    layout: KvLayout,
+    num_blocks: usize,
+}
+
+// SAFETY: the pool is plain memory; concurrent access to one block is excluded by the engine's block ownership, which
+// the accessors' contracts name.
+unsafe impl Send for KvPool {}
+// SAFETY: as above.
+unsafe impl Sync for KvPool {}
+
+impl KvPool {
+    /// Reserves `num_blocks` blocks. Pages are touched as they are used; huge pages are asked for.
+    ///
+    /// Errors: the mapping is refused (too large for the address space or the overcommit limit).
+    pub fn new(layout: KvLayout, num_blocks: usize) -> io::Result<Self> {
+        let len = num_blocks
+            .checked_mul(layout.block_bytes())
+            .filter(|&len| len > 0 && len <= isize::MAX as usize)
+            .ok_or_else(|| {
+                let text = format!("a KV pool of {num_blocks} blocks of {} bytes", layout.block_bytes());
+                io::Error::new(io::ErrorKind::InvalidInput, text)
+            })?;
+        let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        // SAFETY: an anonymous private mapping at an address of the kernel's choice aliases nothing.
+        let base = unsafe { libc::mmap(std::ptr::null_mut(), len, prot, flags, -1, 0) };
+        if base == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the range was mapped just now. The advice is a hint, its failure changes nothing.
+        unsafe { libc::madvise(base, len, libc::MADV_HUGEPAGE) };
+        let base = NonNull::new(base.cast()).expect("mmap gave a null address. This is a bug.");
+        Ok(Self { base, layout, num_blocks })
+    }
+
+    pub fn layout(&self) -> &KvLayout {
+        &self.layout
+    }
+
+    pub fn num_blocks(&self) -> usize {
+        self.num_blocks
+    }
+
+    /// Bytes of the whole pool.
+    pub fn len(&self) -> usize {
+        self.num_blocks * self.layout.block_bytes()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Address of the first block, for registration with a transport.
+    pub fn base(&self) -> NonNull<u8> {
+        self.base
+    }
+
+    /// Start of the keys or values of one layer of a block: `block_size` rows of `row()` elements.
+    /// Panics on a block beyond the pool, which is a bug of the caller's block table.
+    pub fn half_ptr(&self, block: u32, layer: usize, half: Half) -> *mut u8 {
+        assert!((block as usize) < self.num_blocks, "block {block} of {}. This is a bug.", self.num_blocks);
+        assert!(layer < self.layout.num_layers, "layer {layer} of {}. This is a bug.", self.layout.num_layers);
+        // SAFETY: block and layer are in range, so the offset lies inside the mapping.
+        unsafe { self.base.as_ptr().add(self.layout.half(block, layer, half).start) }
+    }
+
+    /// A copy of one block's bytes: for tests and checksums, while nobody writes the block.
+    pub fn read_block(&self, block: u32) -> Vec<u8> {
+        assert!((block as usize) < self.num_blocks, "block {block} of {}. This is a bug.", self.num_blocks);
+        let span = self.layout.block(block);
+        // SAFETY: the span lies inside the mapping, checked above; the caller owns the block.
+        unsafe { std::slice::from_raw_parts(self.base.as_ptr().add(span.start), span.len()) }.to_vec()
+    }
+}
+
+impl Drop for KvPool {
+    fn drop(&mut self) {
+        // SAFETY: this mapping was made in `new` with this length and nobody holds the pool any more.
+        unsafe { libc::munmap(self.base.as_ptr().cast(), self.len()) };
+    }
+}

@@ -1,0 +1,10 @@
+//! Tests of loading through the public API. Each fault of the case list has a test named after it.
+
+mod chat;
+mod config;
+mod generation;
+mod heads;
+mod source;
+mod text;
+mod tiny;
+mod weights;

@@ -1,0 +1,232 @@
+//! The command line of `serve`, as written by the user. [`crate::config::Config`] is its checked form.
+
+use std::path::PathBuf;
+
+use clap::{Parser, ValueEnum};
+
+use crate::size::ByteSize;
+
+const MODEL: &str = "Model";
+const HTTP: &str = "HTTP server";
+const ENGINE: &str = "Engine";
+const KV_CACHE: &str = "KV cache";
+const DISAGG: &str = "Prefill/decode";
+const DIAGNOSTICS: &str = "Diagnostics";
+
+/// Serve Qwen3 over OpenAI's HTTP API, in one process or with prefill and decode in separate workers.
+///
+/// One process:   serve --model Qwen/Qwen3-0.6B
+/// Two workers:   serve --role prefill --port 8001 --model M
+///                serve --role decode  --port 8000 --model M --prefill http://127.0.0.1:8001
+#[derive(Clone, Debug, Parser)]
+#[command(name = "serve", version, verbatim_doc_comment)]
+pub struct Args {
+    /// What this worker does: prompts and answers (both), prompts only, or answers.
+    #[arg(long, value_enum, default_value_t = Role::Both, help_heading = DISAGG)]
+    pub role: Role,
+    /// A prefill worker's address, such as http://127.0.0.1:8001; repeat it for several. Only with --role
+    /// decode, which computes prompts itself when there is none.
+    #[arg(long, value_name = "URL", help_heading = DISAGG)]
+    pub prefill: Vec<String>,
+    /// How KV moves between workers; `auto` picks NIXL where its library is found, else `socket`.
+    #[arg(long, env = "KV_TRANSPORT", value_enum, default_value_t = KvTransport::Auto, help_heading = DISAGG)]
+    pub kv_transport: KvTransport,
+    /// Folder with libnixl_capi.so and its plugins.
+    #[arg(long, env = "KVFERRY_NIXL_DIR", value_name = "DIR", help_heading = DISAGG)]
+    pub nixl_dir: Option<PathBuf>,
+    /// When a prefill worker or a transfer fails: compute the prompt here, or fail the request.
+    #[arg(long, value_enum, default_value_t = KvFailure::Recompute, help_heading = DISAGG)]
+    pub kv_failure: KvFailure,
+
+    /// A folder with config.json and weights, a Hugging Face id such as Qwen/Qwen3-0.6B, or `demo`, the tiny
+    /// model that comes with the source.
+    #[arg(long, value_name = "PATH|ID|demo", help_heading = MODEL)]
+    pub model: String,
+    /// The name clients use in `model`; --model's value when not given.
+    #[arg(long, value_name = "NAME", help_heading = MODEL)]
+    pub served_model_name: Option<String>,
+    /// Precision of weights and activations; `auto` is what the checkpoint has.
+    #[arg(long, value_enum, default_value_t = DType::Auto, help_heading = MODEL)]
+    pub dtype: DType,
+    /// Longest prompt and answer together, in tokens; the model's own limit when not given.
+    #[arg(long, value_name = "TOKENS", value_parser = at_least_one, help_heading = MODEL)]
+    pub max_model_len: Option<usize>,
+    /// Where the model runs.
+    #[arg(long, value_enum, default_value_t = DeviceKind::Cpu, help_heading = MODEL)]
+    pub device: DeviceKind,
+    /// Compute threads; one per core when not given.
+    #[arg(long, value_name = "N", value_parser = at_least_one, help_heading = MODEL)]
+    pub threads: Option<usize>,
+
+    /// Address or host name to listen on.
+    #[arg(long, default_value = "127.0.0.1", help_heading = HTTP)]
+    pub host: String,
+    /// Port to listen on; 0 takes any free one.
+    #[arg(long, default_value_t = 8000, help_heading = HTTP)]
+    pub port: u16,
+    /// Write the port that was really taken to this file.
+    #[arg(long, value_name = "PATH", help_heading = HTTP)]
+    pub port_file: Option<PathBuf>,
+    /// A request ends with an error after this long.
+    #[arg(long, value_name = "SECS", default_value_t = 600.0, value_parser = positive_secs, help_heading = HTTP)]
+    pub request_timeout_secs: f64,
+    /// After SIGTERM running requests may go on this long; then they end with an error.
+    #[arg(long, value_name = "SECS", default_value_t = 30.0, value_parser = secs, help_heading = HTTP)]
+    pub shutdown_grace_secs: f64,
+
+    /// Tokens computed in one step, over all requests.
+    #[arg(long, value_name = "TOKENS", default_value_t = 2048, value_parser = at_least_one, help_heading = ENGINE)]
+    pub max_num_batched_tokens: usize,
+    /// Requests that run at the same time.
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = at_least_one, help_heading = ENGINE)]
+    pub max_num_seqs: usize,
+    /// Requests that may wait; further ones get 429.
+    #[arg(long, value_name = "N", default_value_t = 1024, value_parser = at_least_one, help_heading = ENGINE)]
+    pub max_num_queued_reqs: usize,
+
+    /// Precision of the KV cache; `auto` is that of the activations.
+    #[arg(long, value_enum, default_value_t = DType::Auto, help_heading = KV_CACHE)]
+    pub kv_cache_dtype: DType,
+    /// Tokens in a KV block.
+    #[arg(long, value_name = "TOKENS", default_value_t = 16, value_parser = at_least_one, help_heading = KV_CACHE)]
+    pub block_size: usize,
+    /// Size of the KV cache in blocks.
+    #[arg(long, value_name = "N", value_parser = at_least_one, help_heading = KV_CACHE)]
+    #[arg(conflicts_with = "kv_cache_memory_bytes")]
+    pub num_kv_blocks: Option<usize>,
+    /// Size of the KV cache in bytes (also 512MiB, 1GiB); 1GiB when neither this nor --num-kv-blocks is given.
+    #[arg(long, value_name = "SIZE", help_heading = KV_CACHE)]
+    pub kv_cache_memory_bytes: Option<ByteSize>,
+
+    /// What to log, to stderr: a level, or filters such as info,engine=debug.
+    #[arg(long, env = "KVFERRY_LOG", value_name = "FILTER", default_value = "info", help_heading = DIAGNOSTICS)]
+    pub log_level: String,
+    /// Recount every KV block after each step; slow, for tests.
+    #[arg(long, help_heading = DIAGNOSTICS)]
+    pub check_invariants: bool,
+}
+
+/// What a worker does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Role {
+    /// Prompts and answers in one process.
+    Both,
+    /// Computes prompts and sends their KV to decode workers.
+    Prefill,
+    /// Answers requests; gets prompt KV from prefill workers.
+    Decode,
+}
+
+/// How KV moves between workers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum KvTransport {
+    /// NIXL with the fastest lane both sides have, else `socket`.
+    Auto,
+    /// NIXL over TCP.
+    Tcp,
+    /// NIXL over CUDA IPC.
+    #[value(name = "cuda_ipc")]
+    CudaIpc,
+    /// NIXL over shared memory.
+    Shm,
+    /// Plain TCP, no library needed.
+    Socket,
+}
+
+/// What to do when KV does not arrive.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum KvFailure {
+    /// Compute the prompt on this worker.
+    Recompute,
+    /// End the request with an error.
+    Fail,
+}
+
+/// A floating-point precision.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum DType {
+    /// As the thing it depends on.
+    Auto,
+    Bf16,
+    F32,
+}
+
+/// Where tensors live.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum DeviceKind {
+    Cpu,
+}
+
+impl Role {
+    /// The word on the command line.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Role::Both => "both",
+            Role::Prefill => "prefill",
+            Role::Decode => "decode",
+        }
+    }
+
+    /// Whether clients' completions are answered here.
+    pub fn serves_completions(self) -> bool {
+        self != Role::Prefill
+    }
+}
+
+fn at_least_one(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|&n| n >= 1).ok_or_else(|| "expected a whole number of at least 1".into())
+}
+
+fn secs(text: &str) -> Result<f64, String> {
+    // A year: far above any sensible limit, far below where Duration and Instant overflow.
+    const MAX: f64 = 366.0 * 86_400.0;
+    let valid = |&secs: &f64| (0.0..=MAX).contains(&secs);
+    text.parse().ok().filter(valid).ok_or_else(|| format!("expected a number of seconds in [0, {MAX}]"))
+}
+
+fn positive_secs(text: &str) -> Result<f64, String> {
+    secs(text).ok().filter(|&secs| secs > 0.0).ok_or_else(|| "expected a number of seconds above 0".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+
+    use super::*;
+
+    #[test]
+    fn command_line_definition_is_consistent() {
+        Args::command().debug_assert();
+    }
+
+    #[test]
+    fn every_option_has_help_and_a_heading() {
+        for arg in Args::command().get_arguments() {
+            assert!(arg.get_help().is_some(), "--{} has no help", arg.get_id());
+            assert!(arg.get_help_heading().is_some(), "--{} has no heading", arg.get_id());
+        }
+    }
+
+    #[test]
+    fn bad_values_are_named_with_what_was_expected() {
+        let cases: &[(&[&str], &[&str])] = &[
+            (&["--port", "99999"], &["99999", "--port"]),
+            (&["--block-size", "0"], &["'0'", "--block-size", "at least 1"]),
+            (&["--role", "wizard"], &["wizard", "--role", "prefill"]),
+            (&["--kv-cache-memory-bytes", "lots"], &["lots", "--kv-cache-memory-bytes", "512MiB"]),
+            (&["--request-timeout-secs=-1"], &["'-1'", "--request-timeout-secs", "above 0"]),
+            (&["--request-timeout-secs", "0"], &["'0'", "--request-timeout-secs", "above 0"]),
+            (
+                &["--num-kv-blocks", "5", "--kv-cache-memory-bytes", "1GiB"],
+                &["--num-kv-blocks", "cannot be used"],
+            ),
+        ];
+        for (flags, expected) in cases {
+            let argv = ["serve", "--model", "demo"].iter().chain(flags.iter());
+            let message = Args::try_parse_from(argv).unwrap_err().to_string();
+            for part in *expected {
+                assert!(message.contains(part), "{flags:?}: {part:?} is not in {message}");
+            }
+        }
+    }
+}

@@ -1,0 +1,245 @@
+//! The checked configuration of one `serve` process: what every other part is built from.
+
+use std::fmt;
+use std::net::{SocketAddr, ToSocketAddrs};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use axum::http::Uri;
+use models::{ModelError, SourceOptions};
+
+use crate::args::{Args, DType, DeviceKind, KvFailure, KvTransport, Role};
+use crate::size::ByteSize;
+
+/// Used when neither `--num-kv-blocks` nor `--kv-cache-memory-bytes` is given: 9,362 tokens of Qwen3-0.6B in
+/// bf16, small enough for any machine that holds the weights.
+pub const DEFAULT_KV_CACHE: ByteSize = ByteSize(1 << 30);
+
+/// Blocks are numbered within a step and hashed whole; beyond this a block is longer than most prompts.
+const MAX_BLOCK_SIZE: usize = 1024;
+
+/// Everything `serve` was told, checked.
+#[derive(Clone, Debug)]
+pub struct Config {
+    pub role: Role,
+    /// A folder, `demo` or a hub id, for [`models::resolve`].
+    pub model: String,
+    pub model_source: SourceOptions,
+    /// The name clients use in `model`.
+    pub served_model_name: String,
+    pub listen: SocketAddr,
+    pub port_file: Option<PathBuf>,
+    /// Empty unless `role` is decode.
+    pub prefill: Vec<PeerUrl>,
+    pub dtype: DType,
+    pub kv_cache_dtype: DType,
+    pub block_size: usize,
+    pub kv_cache: KvCacheSize,
+    pub max_model_len: Option<usize>,
+    pub max_num_batched_tokens: usize,
+    pub max_num_seqs: usize,
+    pub max_num_queued_reqs: usize,
+    pub kv_transport: KvTransport,
+    pub nixl_dir: Option<PathBuf>,
+    pub kv_failure: KvFailure,
+    pub request_timeout: Duration,
+    pub shutdown_grace: Duration,
+    pub threads: usize,
+    pub device: DeviceKind,
+    pub check_invariants: bool,
+}
+
+/// How large the KV pool is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum KvCacheSize {
+    Blocks(usize),
+    Bytes(ByteSize),
+}
+
+/// The address of another worker's HTTP server.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct PeerUrl {
+    /// A name or an address; an IPv6 address has no brackets here.
+    pub host: String,
+    pub port: u16,
+}
+
+/// A flag with a value that cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    #[error("--{flag} is {value:?}, expected {expected}")]
+    BadValue { flag: &'static str, value: String, expected: String },
+    #[error("--model is {value:?}: {source}")]
+    Model { value: String, source: ModelError },
+    #[error("--prefill is {value:?}, but --role is {}: only --role decode takes prefill workers", role.as_str())]
+    PrefillNeedsDecode { value: String, role: Role },
+}
+
+impl Config {
+    /// Checks what the command line's grammar cannot. `var` reads the environment, for where models come from.
+    pub fn from_args(args: Args, var: impl Fn(&str) -> Option<String>) -> Result<Self, ConfigError> {
+        let model_source = SourceOptions::from_vars(var);
+        check_model(&args.model, &model_source)?;
+        let kv_cache = match (args.num_kv_blocks, args.kv_cache_memory_bytes) {
+            (Some(blocks), _) => KvCacheSize::Blocks(blocks),
+            (None, bytes) => KvCacheSize::Bytes(bytes.unwrap_or(DEFAULT_KV_CACHE)),
+        };
+        if args.block_size > MAX_BLOCK_SIZE {
+            return Err(bad("block-size", args.block_size, format!("at most {MAX_BLOCK_SIZE} tokens")));
+        }
+        if let Some(dir) = args.nixl_dir.as_ref().filter(|dir| !dir.is_dir()) {
+            return Err(bad("nixl-dir", dir.display(), "an existing folder".into()));
+        }
+        let default_threads = || std::thread::available_parallelism().map_or(1, usize::from);
+        Ok(Self {
+            role: args.role,
+            served_model_name: served_name(args.served_model_name, &args.model)?,
+            model: args.model,
+            model_source,
+            listen: listen_address(&args.host, args.port)?,
+            port_file: args.port_file,
+            prefill: prefill_peers(args.role, &args.prefill)?,
+            dtype: args.dtype,
+            kv_cache_dtype: args.kv_cache_dtype,
+            block_size: args.block_size,
+            kv_cache,
+            max_model_len: args.max_model_len,
+            max_num_batched_tokens: args.max_num_batched_tokens,
+            max_num_seqs: args.max_num_seqs,
+            max_num_queued_reqs: args.max_num_queued_reqs,
+            kv_transport: args.kv_transport,
+            nixl_dir: args.nixl_dir,
+            kv_failure: args.kv_failure,
+            request_timeout: Duration::from_secs_f64(args.request_timeout_secs),
+            shutdown_grace: Duration::from_secs_f64(args.shutdown_grace_secs),
+            threads: args.threads.unwrap_or_else(default_threads),
+            device: args.device,
+            check_invariants: args.check_invariants,
+        })
+    }
+}
+
+fn bad(flag: &'static str, value: impl fmt::Display, expected: String) -> ConfigError {
+    ConfigError::BadValue { flag, value: value.to_string(), expected }
+}
+
+fn served_name(given: Option<String>, model: &str) -> Result<String, ConfigError> {
+    match given {
+        Some(name) if name.trim().is_empty() => Err(bad("served-model-name", name, "a name".into())),
+        Some(name) => Ok(name),
+        None => Ok(model.to_owned()),
+    }
+}
+
+/// Finds a name that can never be a model before anything is started. What is not in the hub's cache may still be
+/// downloaded, which is not tried here.
+fn check_model(model: &str, source: &SourceOptions) -> Result<(), ConfigError> {
+    let mut offline = source.clone();
+    offline.hub.offline = true;
+    match models::resolve(model, &offline) {
+        Ok(_) | Err(ModelError::NotInCache { .. } | ModelError::Hub { .. }) => Ok(()),
+        Err(source) => Err(ConfigError::Model { value: model.to_owned(), source }),
+    }
+}
+
+fn listen_address(host: &str, port: u16) -> Result<SocketAddr, ConfigError> {
+    let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
+    let found = (bare, port).to_socket_addrs().ok().and_then(|mut addresses| addresses.next());
+    found.ok_or_else(|| bad("host", host, "an IP address or a host name that resolves".into()))
+}
+
+fn prefill_peers(role: Role, urls: &[String]) -> Result<Vec<PeerUrl>, ConfigError> {
+    if let Some(url) = urls.first().filter(|_| role != Role::Decode) {
+        return Err(ConfigError::PrefillNeedsDecode { value: url.clone(), role });
+    }
+    let mut peers = Vec::new();
+    for url in urls {
+        let peer = peer_url(url)?;
+        if peers.contains(&peer) {
+            return Err(bad("prefill", url, "each prefill worker once".into()));
+        }
+        peers.push(peer);
+    }
+    Ok(peers)
+}
+
+fn peer_url(url: &str) -> Result<PeerUrl, ConfigError> {
+    let parse = || {
+        let uri: Uri = url.parse().ok()?;
+        let plain = uri.scheme_str() == Some("http") && uri.path() == "/" && uri.query().is_none();
+        let host = uri.host()?.trim_matches(['[', ']']).to_owned();
+        let port = uri.port_u16().filter(|&port| port > 0)?;
+        plain.then_some(PeerUrl { host, port })
+    };
+    parse()
+        .ok_or_else(|| bad("prefill", url, "a URL with host and port, such as http://127.0.0.1:8001".into()))
+}
+
+impl fmt::Display for PeerUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.host.contains(':') {
+            true => write!(f, "http://[{}]:{}", self.host, self.port),
+            false => write!(f, "http://{}:{}", self.host, self.port),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    fn config(flags: &[&str]) -> Result<Config, String> {
+        let args = ["serve"].iter().chain(flags.iter());
+        Config::from_args(Args::try_parse_from(args).unwrap(), |_| None).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn defaults_are_those_of_the_help() {
+        let config = config(&["--model", "demo"]).unwrap();
+        assert_eq!(config.role, Role::Both);
+        assert_eq!(config.listen, "127.0.0.1:8000".parse().unwrap());
+        assert_eq!(config.served_model_name, "demo");
+        assert_eq!(config.kv_cache, KvCacheSize::Bytes(ByteSize(1 << 30)));
+        assert_eq!((config.block_size, config.max_num_batched_tokens, config.max_num_seqs), (16, 2048, 64));
+        assert_eq!(config.shutdown_grace, Duration::from_secs(30));
+    }
+
+    #[test]
+    fn peers_are_urls_of_a_decode_worker() {
+        let decode = |url| config(&["--model", "demo", "--role", "decode", "--prefill", url]);
+        let peers = decode("http://[::1]:8001").unwrap().prefill;
+        assert_eq!(peers, [PeerUrl { host: "::1".into(), port: 8001 }]);
+        assert_eq!(peers[0].to_string(), "http://[::1]:8001");
+        for url in
+            ["127.0.0.1:8001", "https://a:1", "http://a", "http://a:0", "http://a:1/x", "http://", "::"]
+        {
+            let message = decode(url).unwrap_err();
+            assert!(message.starts_with(&format!("--prefill is {url:?}, expected a URL")), "{message}");
+        }
+    }
+
+    #[test]
+    fn contradictions_name_flag_value_and_what_was_expected() {
+        let cases: &[(&[&str], &str)] = &[
+            (
+                &["--model", "demo", "--prefill", "http://a:1"],
+                "--prefill is \"http://a:1\", but --role is both: only --role decode takes prefill workers",
+            ),
+            (
+                &["--model", "/no/such/dir"],
+                "--model is \"/no/such/dir\": model path /no/such/dir does not exist",
+            ),
+            (&["--model", "/"], "--model is \"/\": no config.json in /"),
+            (&["--model", "demo", "--host", "no host"], "--host is \"no host\", expected an IP address"),
+            (&["--model", "demo", "--block-size", "2000"], "--block-size is \"2000\", expected at most 1024"),
+            (&["--model", "demo", "--nixl-dir", "/no"], "--nixl-dir is \"/no\", expected an existing folder"),
+            (&["--model", "demo", "--served-model-name", ""], "--served-model-name is \"\", expected a name"),
+        ];
+        for (flags, expected) in cases {
+            let message = config(flags).unwrap_err();
+            assert!(message.starts_with(expected), "{flags:?}: {message}");
+        }
+    }
+}

@@ -1,0 +1,125 @@
+//! From checked requests to answers: submits one sequence per prompt and answer, then collects or streams them.
+
+use std::time::Instant;
+
+use axum::Json;
+use axum::response::{IntoResponse, Response};
+use engine::api::{GenerateRequest, RequestError, TokenId};
+use futures_util::future::try_join_all;
+
+use super::choice::Choice;
+use super::options::Options;
+use super::response::{Answer, Api, Envelope, Usage};
+use super::sse;
+use crate::error::ApiError;
+use crate::layers::RequestId;
+use crate::state::{AppState, Serving, unix_time};
+
+/// A request whose fields are read and whose prompts are tokens.
+pub struct Job {
+    pub api: Api,
+    pub request_id: RequestId,
+    pub arrival: Instant,
+    pub options: Options,
+    pub prompts: Vec<Vec<TokenId>>,
+    /// For requests that set no limit; cut to what the model's length leaves.
+    pub default_max_tokens: usize,
+}
+
+/// Runs `job` and answers it in one piece or as a stream. Dropping the future, or the body of the response, aborts it.
+pub async fn respond(state: &AppState, serving: &Serving, job: Job) -> Result<Response, ApiError> {
+    let choices = submit(state, serving, &job)?;
+    let envelope = Envelope::new(job.api, &job.request_id.0, unix_time(), &state.model_name);
+    match job.options.stream {
+        Some(options) => sse::respond(envelope, options, choices, state.drain.clone()).await,
+        None => Ok(collect(envelope, choices).await?.into_response()),
+    }
+}
+
+/// If one is refused, the ones before it are dropped and so aborted.
+fn submit(state: &AppState, serving: &Serving, job: &Job) -> Result<Vec<Choice>, ApiError> {
+    let mut choices = Vec::new();
+    for (prompt, ids) in job.prompts.iter().enumerate() {
+        for copy in 0..job.options.n {
+            let max_len = serving.engine.info().max_model_len;
+            let request = GenerateRequest {
+                request_id: job.request_id.0.clone(),
+                prompt: ids.clone(),
+                sampling: job.options.sampling_for(copy, ids.len(), job.default_max_tokens, max_len),
+                cache_salt: job.options.cache_salt.clone(),
+                arrival: job.arrival,
+                timeout: state.request_timeout,
+            };
+            let text = serving.text.answer(&job.options.stop, job.options.skip_special_tokens)?;
+            let outputs = serving.engine.submit(request)?;
+            choices.push(Choice::new(choices.len(), prompt, ids.len(), outputs, text));
+        }
+    }
+    Ok(choices)
+}
+
+async fn collect(envelope: Envelope, choices: Vec<Choice>) -> Result<Json<serde_json::Value>, ApiError> {
+    let finished = try_join_all(choices.into_iter().map(finish)).await?;
+    let (answers, choices): (Vec<_>, Vec<_>) = finished.into_iter().unzip();
+    Ok(Json(envelope.answer(answers, usage(&choices))))
+}
+
+async fn finish(mut choice: Choice) -> Result<(Answer, Share), RequestError> {
+    let mut text = String::new();
+    loop {
+        let piece = choice.next().await?;
+        text.push_str(&piece.text);
+        if let Some(finish) = piece.finish {
+            return Ok((Answer { text, finish }, Share::of(&choice)));
+        }
+    }
+}
+
+/// A choice's part of the request's usage.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Share {
+    pub prompt: usize,
+    pub prompt_tokens: usize,
+    pub completion_tokens: usize,
+    pub cached_tokens: usize,
+}
+
+impl Share {
+    pub fn of(choice: &Choice) -> Self {
+        Self {
+            prompt: choice.prompt,
+            prompt_tokens: choice.prompt_tokens,
+            completion_tokens: choice.completion_tokens,
+            cached_tokens: choice.cached_tokens,
+        }
+    }
+
+    /// The usage of this choice alone.
+    pub fn usage(&self) -> Usage {
+        Usage::new(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
+    }
+}
+
+/// The sum of all choices. Each prompt counts once, however many answers it got; so do its cached tokens, which
+/// are those of its first answer, since the others find the first one's blocks.
+pub fn usage(shares: &[Share]) -> Usage {
+    let completion = shares.iter().map(|share| share.completion_tokens).sum();
+    let firsts =
+        || shares.iter().enumerate().filter(|&(i, share)| i == 0 || shares[i - 1].prompt != share.prompt);
+    let prompt = firsts().map(|(_, share)| share.prompt_tokens).sum();
+    Usage::new(prompt, completion, firsts().map(|(_, share)| share.cached_tokens).sum())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_prompt_counts_once_however_many_answers_it_got() {
+        let share =
+            |prompt, cached_tokens| Share { prompt, prompt_tokens: 10, completion_tokens: 4, cached_tokens };
+        let shares = [share(0, 0), share(0, 8), share(1, 3), share(1, 8)];
+        assert_eq!(usage(&shares), Usage::new(20, 16, 3));
+        assert_eq!(usage(&[share(0, 2)]), Usage::new(10, 4, 2));
+    }
+}

@@ -1,0 +1,45 @@
+//! What operators and their tools ask for: health, version, metrics.
+
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::State;
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use prometheus::{Encoder, TextEncoder};
+use serde_json::json;
+
+use crate::error::ApiError;
+use crate::state::AppState;
+
+/// 200 if a request sent now would be served, else 503; both with the state and, where there is one, a reason.
+pub async fn health(State(state): State<Arc<AppState>>) -> Response {
+    let readiness = state.readiness.get();
+    let status = if readiness.serves() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    let body =
+        json!({ "status": readiness.label(), "reason": readiness.reason(), "role": state.role.as_str() });
+    (status, Json(body)).into_response()
+}
+
+/// 200 as long as the process answers.
+pub async fn live() -> Json<serde_json::Value> {
+    Json(json!({ "status": "alive" }))
+}
+
+pub async fn version() -> Json<serde_json::Value> {
+    Json(json!({ "version": env!("CARGO_PKG_VERSION") }))
+}
+
+/// Prometheus' text format 0.0.4: the process's registry, and the engine's once it is there.
+pub async fn metrics(State(state): State<Arc<AppState>>) -> Result<Response, ApiError> {
+    let encoder = TextEncoder::new();
+    let mut families = state.registry.gather();
+    if let Ok(serving) = state.serving() {
+        families.extend(serving.engine.metrics().registry.gather());
+    }
+    let mut text = Vec::new();
+    encoder
+        .encode(&families, &mut text)
+        .map_err(|error| ApiError::internal(format!("metrics cannot be encoded: {error}")))?;
+    Ok(([(header::CONTENT_TYPE, encoder.format_type().to_owned())], text).into_response())
+}

@@ -1,0 +1,64 @@
+//! What can go wrong while moving bytes.
+
+use thiserror::Error;
+
+use crate::transport::PeerId;
+use crate::wire::Mismatch;
+
+/// Why a transfer, a peer or a whole transport is not usable.
+#[derive(Clone, Debug, Error, PartialEq, Eq)]
+pub enum TransferError {
+    #[error("{len} bytes at offset {offset} lie outside the pool of {pool} bytes")]
+    OutOfRange { offset: u64, len: u64, pool: u64 },
+    #[error("peer {} is not known here", .0.0)]
+    UnknownPeer(PeerId),
+    #[error("a transfer needs at least one span of at least one byte")]
+    EmptyTransfer,
+    #[error("the notification has {len} bytes, at most {max} are carried")]
+    NotificationTooLong { len: usize, max: usize },
+    #[error("peer {} already has {queued} transfers waiting", .peer.0)]
+    Backlogged { peer: PeerId, queued: usize },
+    #[error("peer {} was removed before the transfer settled", .0.0)]
+    Aborted(PeerId),
+    #[error("connection to the peer failed: {0}")]
+    Wire(String),
+    #[error("the peer's transport metadata is not usable: {0}")]
+    BadMetadata(String),
+    #[error(transparent)]
+    Mismatch(#[from] Mismatch),
+    #[error("libnixl_capi.so was not found; searched: {}; {how_to_get}", .searched.join(", "))]
+    LibraryMissing { searched: Vec<String>, how_to_get: String },
+    #[error("{library} lacks {symbol}: not a NIXL C library of version 1.5")]
+    MissingSymbol { library: String, symbol: String },
+    #[error("NIXL's {call} failed: {status}")]
+    Library { call: &'static str, status: String },
+    #[error("KV_TRANSPORT={name} names no transport; valid: {valid}")]
+    UnknownTransport { name: String, valid: String },
+    #[error("transport {name} cannot be used: {why}")]
+    Unavailable { name: String, why: String },
+    #[error("the transfer thread has stopped")]
+    Stopped,
+}
+
+impl TransferError {
+    /// The stable metric label of this kind of error.
+    pub fn label(&self) -> &'static str {
+        match self {
+            Self::OutOfRange { .. } => "out_of_range",
+            Self::UnknownPeer(_) => "unknown_peer",
+            Self::EmptyTransfer => "empty_transfer",
+            Self::NotificationTooLong { .. } => "notification_too_long",
+            Self::Backlogged { .. } => "backlogged",
+            Self::Aborted(_) => "aborted",
+            Self::Wire(_) => "wire",
+            Self::BadMetadata(_) => "bad_metadata",
+            Self::Mismatch(_) => "mismatch",
+            Self::LibraryMissing { .. } => "library_missing",
+            Self::MissingSymbol { .. } => "missing_symbol",
+            Self::Library { .. } => "library",
+            Self::UnknownTransport { .. } => "unknown_transport",
+            Self::Unavailable { .. } => "unavailable",
+            Self::Stopped => "stopped",
+        }
+    }
+}

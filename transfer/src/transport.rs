@@ -1,0 +1,184 @@
+//! The seam behind which transports are swapped.
+//!
+//! A transport moves bytes from this process's registered pool into a peer's, and tells both sides when
+//! they have arrived. It knows nothing of requests, blocks or layers. All calls come from one thread
+//! ([`crate::driver`]), none of them blocks for longer than a connection attempt to a new peer.
+
+use std::any::Any;
+use std::fmt;
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::error::TransferError;
+
+/// A peer process, numbered by the caller; a peer that restarts gets a new number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct PeerId(pub u64);
+
+/// One posted transfer, unique within a transport's life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct XferId(pub u64);
+
+/// One contiguous copy: `len` bytes at offset `local` of our pool to offset `remote` of the peer's pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    pub local: u64,
+    pub remote: u64,
+    pub len: u64,
+}
+
+/// What one settled transfer cost.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct XferStats {
+    pub bytes: u64,
+    /// Descriptors handed to the transport (one a span).
+    pub descriptors: u32,
+    /// From the call of `post_write` to its return.
+    pub post: Duration,
+    /// From the call of `post_write` until the transport saw it settle.
+    pub wire: Duration,
+}
+
+/// What a transport reports from [`Transport::poll`].
+#[derive(Debug)]
+pub enum Event {
+    /// Every byte of the transfer is in the peer's pool, or none may be relied on.
+    Settled { xfer: XferId, peer: PeerId, result: Result<XferStats, TransferError> },
+    /// The peer's notification. One attached to a write arrives after all bytes of that write.
+    Notified { payload: Vec<u8> },
+    /// Nothing more can be sent to the peer; its unsettled transfers were reported failed before this.
+    PeerLost { peer: PeerId, error: TransferError },
+}
+
+/// A way to move KV bytes between processes.
+pub trait Transport: Send {
+    /// The name asked for in `KV_TRANSPORT`: `tcp`, `shm`, `socket`, `inproc`.
+    fn name(&self) -> &'static str;
+
+    /// What the peer needs to reach our pool: opaque bytes, carried by the control link's handshake.
+    /// Valid once the pool is registered (construction takes the [`Region`]).
+    fn metadata(&self) -> Vec<u8>;
+
+    /// Makes the peer known from the metadata it sent.
+    fn add_peer(&mut self, peer: PeerId, metadata: &[u8]) -> Result<(), TransferError>;
+
+    /// Forgets the peer. Its unsettled transfers are reported failed by `poll`, each as soon as nothing touches the
+    /// pool for it any more: at once where it can be called back (`socket`, `inproc`), when it has ended where it
+    /// cannot (NIXL). Where the receiver runs code of ours, nothing more that the peer wrote lands in our pool
+    /// after this returns. Unknown peers are ignored.
+    fn remove_peer(&mut self, peer: PeerId);
+
+    /// Starts writing `spans` into the peer's pool; `notification` reaches the peer after the last byte.
+    ///
+    /// Errors: unknown (or lost) peer, empty `spans`, a span outside either pool, a notification over
+    /// [`MAX_NOTIFICATION`]. Failures of the wire come as [`Event::Settled`].
+    fn post_write(
+        &mut self,
+        peer: PeerId,
+        spans: &[Span],
+        notification: &[u8],
+    ) -> Result<XferId, TransferError>;
+
+    /// Makes progress on both sides' transfers and appends what happened. Never blocks.
+    fn poll(&mut self, events: &mut Vec<Event>) -> Result<(), TransferError>;
+}
+
+/// Bytes that a notification may have. The longest of ours is a few hundred.
+pub const MAX_NOTIFICATION: usize = 64 << 10;
+
+/// The checks that every backend makes before it posts; the result is the number of bytes.
+pub(crate) fn check_spans(
+    spans: &[Span],
+    notification: &[u8],
+    local: &Region,
+    remote_pool: u64,
+) -> Result<u64, TransferError> {
+    if spans.is_empty() || spans.iter().any(|s| s.len == 0) {
+        return Err(TransferError::EmptyTransfer);
+    }
+    if notification.len() > MAX_NOTIFICATION {
+        return Err(TransferError::NotificationTooLong { len: notification.len(), max: MAX_NOTIFICATION });
+    }
+    for span in spans {
+        local.checked(span.local, span.len)?;
+        if span.remote.checked_add(span.len).is_none_or(|end| end > remote_pool) {
+            return Err(TransferError::OutOfRange { offset: span.remote, len: span.len, pool: remote_pool });
+        }
+    }
+    Ok(spans.iter().map(|s| s.len).sum())
+}
+
+/// The KV pool as a transport sees it: a range of bytes that outlives the transport.
+///
+/// Who may touch which bytes when is settled by tickets (engine): a block named in a ticket is written by the
+/// transport only, a source block is read-only until its writes settle. So reads and writes here race with nothing.
+#[derive(Clone)]
+pub struct Region {
+    base: NonNull<u8>,
+    len: usize,
+    _owner: Arc<dyn Any + Send + Sync>,
+}
+
+// SAFETY: `Region` is a pointer into memory kept alive by `_owner`, which is itself Send + Sync; the contract of
+// `Region::new` puts the exclusion of concurrent access on the ticket protocol, not on threads.
+unsafe impl Send for Region {}
+// SAFETY: as above; `&Region` gives out nothing but bounds-checked copies and the raw address.
+unsafe impl Sync for Region {}
+
+impl Region {
+    /// # Safety
+    /// `base..base + len` must be readable and writable for as long as `owner` lives, and the caller must see to it
+    /// that bytes being transferred are not accessed elsewhere at the same time.
+    pub unsafe fn new(base: NonNull<u8>, len: usize, owner: Arc<dyn Any + Send + Sync>) -> Self {
+        Self { base, len, _owner: owner }
+    }
+
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Address for registration with a library.
+    pub fn base(&self) -> *mut u8 {
+        self.base.as_ptr()
+    }
+
+    /// Copies `out.len()` bytes at `offset` out of the pool.
+    pub fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), TransferError> {
+        let range = self.checked(offset, out.len() as u64)?;
+        // SAFETY: `checked` proved the range inside the region, which `_owner` keeps alive.
+        unsafe {
+            std::ptr::copy_nonoverlapping(self.base.as_ptr().add(range.start), out.as_mut_ptr(), out.len())
+        };
+        Ok(())
+    }
+
+    /// Copies `bytes` into the pool at `offset`.
+    pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), TransferError> {
+        let range = self.checked(offset, bytes.len() as u64)?;
+        // SAFETY: `checked` proved the range inside the region, which `_owner` keeps alive.
+        unsafe {
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.base.as_ptr().add(range.start), bytes.len())
+        };
+        Ok(())
+    }
+
+    /// The range as indices, if it lies inside the region.
+    pub fn checked(&self, offset: u64, len: u64) -> Result<Range<usize>, TransferError> {
+        match offset.checked_add(len) {
+            Some(end) if end <= self.len as u64 => Ok(offset as usize..end as usize),
+            _ => Err(TransferError::OutOfRange { offset, len, pool: self.len as u64 }),
+        }
+    }
+}
+
+impl fmt::Debug for Region {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Region").field("len", &self.len).finish()
+    }
+}

@@ -1,0 +1,179 @@
+//! One endpoint: a transport driven by lines of text.
+
+use std::collections::VecDeque;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use transfer::{Event, PeerId, Region, Span, Transport, TransportConfig, open};
+
+use crate::pool;
+
+/// How long an endpoint waits for an event that the test expects.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+#[derive(Debug, Serialize, Deserialize)]
+pub enum Command {
+    Metadata,
+    Add {
+        peer: u64,
+        metadata: String,
+    },
+    Post {
+        peer: u64,
+        notification: String,
+        spans: Vec<(u64, u64, u64)>,
+        then_remove: bool,
+    },
+    Fill {
+        seed: u64,
+    },
+    Checksum,
+    /// Answers with the next event.
+    Event,
+    /// Stands still until the next `Resume`: what SIGSTOP is to a process.
+    Pause,
+    Resume,
+}
+
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Answer {
+    Ok,
+    Error(String),
+    Metadata(String),
+    Checksum(u64),
+    Posted { xfer: u64 },
+    Settled { xfer: u64, bytes: u64, descriptors: u32 },
+    Failed { xfer: u64, label: String },
+    Notified { payload: String, checksum: u64 },
+    Lost { peer: u64 },
+    NoEvent,
+}
+
+impl Answer {
+    #[track_caller]
+    pub fn xfer(&self) -> u64 {
+        let Self::Posted { xfer } = self else { panic!("{self:?} is no posted transfer") };
+        *xfer
+    }
+
+    #[track_caller]
+    pub fn settled(&self) -> u64 {
+        let Self::Settled { xfer, .. } = self else { panic!("{self:?} is no settled transfer") };
+        *xfer
+    }
+
+    #[track_caller]
+    pub fn payload(self) -> String {
+        let Self::Notified { payload, .. } = self else { panic!("{self:?} is no notification") };
+        payload
+    }
+}
+
+struct Endpoint {
+    transport: Box<dyn Transport>,
+    pool: Region,
+    events: VecDeque<Answer>,
+}
+
+/// Serves commands until their sender is gone. Polls all the while, as a driver does.
+pub fn serve(name: &str, seed: u64, commands: &Receiver<String>, answer: impl Fn(String)) {
+    let pool = pool::region();
+    pool::fill(&pool, seed);
+    let config = TransportConfig { name: name.into(), incarnation: seed, ..Default::default() };
+    let transport = open(&config, pool.clone()).unwrap_or_else(|e| panic!("{name} does not open: {e}"));
+    let mut endpoint = Endpoint { transport, pool, events: VecDeque::new() };
+    loop {
+        match commands.recv_timeout(Duration::from_micros(50)) {
+            Ok(line) => {
+                let command = serde_json::from_str(&line).expect("the test sends commands");
+                if matches!(command, Command::Pause) {
+                    // Returns when a Resume or the end comes.
+                    let _ = commands.recv();
+                    continue;
+                }
+                let reply = endpoint.obey(command);
+                answer(serde_json::to_string(&reply).expect("answers serialize"));
+            }
+            Err(RecvTimeoutError::Timeout) => endpoint.poll(),
+            Err(RecvTimeoutError::Disconnected) => return,
+        }
+    }
+}
+
+impl Endpoint {
+    fn obey(&mut self, command: Command) -> Answer {
+        match command {
+            Command::Metadata => Answer::Metadata(to_hex(&self.transport.metadata())),
+            Command::Add { peer, metadata } => self.add(peer, &metadata),
+            Command::Post { peer, notification, spans, then_remove } => {
+                let posted = self.post(peer, &notification, &spans);
+                if then_remove {
+                    self.transport.remove_peer(PeerId(peer));
+                }
+                posted
+            }
+            Command::Fill { seed } => {
+                pool::fill(&self.pool, seed);
+                Answer::Ok
+            }
+            Command::Checksum => Answer::Checksum(pool::checksum(&self.pool)),
+            Command::Event => self.event(),
+            Command::Pause | Command::Resume => Answer::Ok,
+        }
+    }
+
+    fn add(&mut self, peer: u64, metadata: &str) -> Answer {
+        match self.transport.add_peer(PeerId(peer), &from_hex(metadata)) {
+            Ok(()) => Answer::Ok,
+            Err(error) => Answer::Error(error.label().into()),
+        }
+    }
+
+    fn post(&mut self, peer: u64, notification: &str, spans: &[(u64, u64, u64)]) -> Answer {
+        let spans: Vec<_> = spans.iter().map(|&(local, remote, len)| Span { local, remote, len }).collect();
+        match self.transport.post_write(PeerId(peer), &spans, notification.as_bytes()) {
+            Ok(xfer) => Answer::Posted { xfer: xfer.0 },
+            Err(error) => Answer::Error(error.label().into()),
+        }
+    }
+
+    fn event(&mut self) -> Answer {
+        let deadline = Instant::now() + PATIENCE;
+        while self.events.is_empty() && Instant::now() < deadline {
+            self.poll();
+            std::thread::sleep(Duration::from_micros(30));
+        }
+        self.events.pop_front().unwrap_or(Answer::NoEvent)
+    }
+
+    fn poll(&mut self) {
+        let mut events = Vec::new();
+        self.transport.poll(&mut events).expect("polling works");
+        for event in events {
+            self.events.push_back(match event {
+                Event::Settled { xfer, result: Ok(stats), .. } => {
+                    assert!(stats.wire >= stats.post);
+                    Answer::Settled { xfer: xfer.0, bytes: stats.bytes, descriptors: stats.descriptors }
+                }
+                Event::Settled { xfer, result: Err(error), .. } => {
+                    Answer::Failed { xfer: xfer.0, label: error.label().into() }
+                }
+                // The checksum is of this moment: all bytes must be there by now.
+                Event::Notified { payload } => Answer::Notified {
+                    payload: String::from_utf8(payload).expect("the tests send text"),
+                    checksum: pool::checksum(&self.pool),
+                },
+                Event::PeerLost { peer, .. } => Answer::Lost { peer: peer.0 },
+            });
+        }
+    }
+}
+
+fn to_hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|b| format!("{b:02x}")).collect()
+}
+
+fn from_hex(text: &str) -> Vec<u8> {
+    (0..text.len()).step_by(2).map(|i| u8::from_str_radix(&text[i..i + 2], 16).expect("hex")).collect()
+}

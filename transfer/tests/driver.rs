@@ -1,0 +1,129 @@
+//! The driver's thread: tags, events, and how it spends its time.
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::{Duration, Instant};
+
+use transfer::driver::Driver;
+use transfer::inproc::{Hub, InProcTransport};
+use transfer::{DriverEvent, DriverHandle, Event, PeerId, Region, Span, TransferError, Transport, XferId};
+
+const PATIENCE: Duration = Duration::from_secs(10);
+
+fn pool(fill: u64) -> Region {
+    let words = Arc::new(vec![fill; 512]);
+    let base = NonNull::new(words.as_ptr() as *mut u8).unwrap();
+    // SAFETY: the vector lives as long as the region and nothing else touches it.
+    unsafe { Region::new(base, 4096, words) }
+}
+
+fn spawn(transport: impl Transport + 'static) -> (DriverHandle, Receiver<DriverEvent>) {
+    let (sender, events) = channel();
+    (Driver::spawn(Box::new(transport), Box::new(move |event| drop(sender.send(event)))), events)
+}
+
+#[test]
+fn writes_are_reported_with_their_tag_and_reach_the_peer() {
+    let hub = Hub::default();
+    let (from, to) = (pool(7), pool(0));
+    let (receiver, target) = (InProcTransport::new(&hub, to.clone()), PeerId(5));
+    let metadata = receiver.metadata();
+    let (writer, written) = spawn(InProcTransport::new(&hub, from));
+    let (receiver, received) = spawn(receiver);
+
+    writer.add_peer(target, metadata).unwrap();
+    receiver.expect_traffic(1).unwrap();
+    let spans = vec![Span { local: 0, remote: 8, len: 8 }];
+    writer.post_write(target, spans.clone(), b"hi".to_vec(), 77).unwrap();
+    let event = written.recv_timeout(PATIENCE).unwrap();
+    assert!(
+        matches!(event, DriverEvent::Settled { tag: 77, peer, result: Ok(s) } if peer == target && s.bytes == 8)
+    );
+    let event = received.recv_timeout(PATIENCE).unwrap();
+    assert!(matches!(event, DriverEvent::Notified { payload } if payload == b"hi"));
+    let mut got = [0; 8];
+    to.read(8, &mut got).unwrap();
+    assert_eq!(u64::from_le_bytes(got), 7);
+
+    writer.remove_peer(target).unwrap();
+    writer.post_write(target, spans, Vec::new(), 78).unwrap();
+    let event = written.recv_timeout(PATIENCE).unwrap();
+    let unknown = Err(TransferError::UnknownPeer(target));
+    assert!(matches!(event, DriverEvent::Settled { tag: 78, result, .. } if result == unknown));
+}
+
+#[test]
+fn a_peer_that_went_away_is_reported_lost() {
+    let hub = Hub::default();
+    let (receiver, receiver_pool) = (InProcTransport::new(&hub, pool(0)), PeerId(5));
+    let (writer, events) = spawn(InProcTransport::new(&hub, pool(1)));
+    writer.add_peer(receiver_pool, receiver.metadata()).unwrap();
+    drop(receiver);
+    writer.post_write(receiver_pool, vec![Span { local: 0, remote: 0, len: 1 }], Vec::new(), 1).unwrap();
+    assert!(matches!(
+        events.recv_timeout(PATIENCE).unwrap(),
+        DriverEvent::Settled { tag: 1, result: Err(_), .. }
+    ));
+    assert!(matches!(events.recv_timeout(PATIENCE).unwrap(), DriverEvent::PeerLost { .. }));
+}
+
+#[test]
+fn a_stopped_driver_answers_so() {
+    let (driver, _events) = spawn(InProcTransport::new(&Hub::default(), pool(0)));
+    let clone = driver.clone();
+    driver.stop();
+    driver.stop();
+    assert_eq!(clone.expect_traffic(1), Err(TransferError::Stopped));
+    assert_eq!(clone.add_peer(PeerId(1), Vec::new()), Err(TransferError::Stopped));
+}
+
+/// Tells of each poll, and of its end.
+struct Polled(Sender<()>);
+
+impl Transport for Polled {
+    fn name(&self) -> &'static str {
+        "polled"
+    }
+    fn metadata(&self) -> Vec<u8> {
+        Vec::new()
+    }
+    fn add_peer(&mut self, _: PeerId, _: &[u8]) -> Result<(), TransferError> {
+        Ok(())
+    }
+    fn remove_peer(&mut self, _: PeerId) {}
+    fn post_write(&mut self, _: PeerId, _: &[Span], _: &[u8]) -> Result<XferId, TransferError> {
+        Ok(XferId(1))
+    }
+    fn poll(&mut self, _: &mut Vec<Event>) -> Result<(), TransferError> {
+        let _ = self.0.send(());
+        Ok(())
+    }
+}
+
+fn time_of_polls(polls: &Receiver<()>, count: usize) -> Duration {
+    let start = Instant::now();
+    (0..count).for_each(|_| polls.recv_timeout(PATIENCE).unwrap());
+    start.elapsed()
+}
+
+#[test]
+fn an_idle_driver_sleeps_and_one_that_expects_traffic_polls_often() {
+    let (sender, polls) = channel();
+    let (driver, _events) = spawn(Polled(sender));
+    let idle = time_of_polls(&polls, 30);
+    assert!(idle > Duration::from_millis(30), "30 idle polls in {idle:?}: it spins");
+
+    driver.expect_traffic(1).unwrap();
+    // Past the polls that only yield each fruitless one sleeps a little: it does not spin here either.
+    time_of_polls(&polls, 100);
+    let expecting = time_of_polls(&polls, 100);
+    assert!(expecting > Duration::from_millis(2), "100 polls in {expecting:?}: it spins");
+    assert!(expecting < idle * 100 / 30, "100 polls in {expecting:?}, 30 idle ones in {idle:?}");
+
+    driver.expect_traffic(0).unwrap();
+    drop(driver);
+    // The thread ends with its last handle, and the transport with it.
+    while polls.recv_timeout(PATIENCE).is_ok() {}
+    assert!(matches!(polls.try_recv(), Err(std::sync::mpsc::TryRecvError::Disconnected)));
+}
