@@ -42,14 +42,26 @@ struct Shared {
     metrics: Arc<Metrics>,
     next_id: AtomicU64,
     waiting: Arc<AtomicUsize>,
+    alive: Arc<AtomicBool>,
     draining: AtomicBool,
 }
 
 impl EngineHandle {
-    pub fn new(events: Sender<Event>, info: EngineInfo, metrics: Arc<Metrics>, waiting: Arc<AtomicUsize>) -> Self {
-        let shared =
-            Shared { events, info, metrics, next_id: AtomicU64::new(1), waiting, draining: AtomicBool::new(false) };
-        Self { shared: Arc::new(shared) }
+    /// `waiting` and `alive` are written by the engine's thread too.
+    pub fn new(
+        events: Sender<Event>,
+        info: EngineInfo,
+        metrics: Arc<Metrics>,
+        waiting: Arc<AtomicUsize>,
+        alive: Arc<AtomicBool>,
+    ) -> Self {
+        let (next_id, draining) = (AtomicU64::new(1), AtomicBool::new(false));
+        Self { shared: Arc::new(Shared { events, info, metrics, next_id, waiting, alive, draining }) }
+    }
+
+    /// False once the engine's thread has ended: nothing can be answered any more.
+    pub fn is_alive(&self) -> bool {
+        self.shared.alive.load(Ordering::SeqCst)
     }
 
     pub fn info(&self) -> &EngineInfo {

@@ -3,14 +3,15 @@
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use kernels::KvPool;
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::oneshot;
-use transfer::{DriverEvent, DriverHandle, PeerId};
+use transfer::{DriverEvent, DriverHandle, PeerId, Region};
 
 use crate::api::{Output, RequestError};
 use crate::core::{Core, CoreConfig, Effect, Input, Submit, Written};
@@ -36,6 +37,13 @@ pub struct Parts {
 /// Both ends of an engine's event channel: the transfer driver needs the sending one before the engine starts.
 pub fn event_channel() -> (Sender<Event>, Receiver<Event>) {
     channel()
+}
+
+/// The pool as the transfer layer registers it.
+pub fn region(pool: &Arc<KvPool>) -> Region {
+    // SAFETY: the pool's mapping lives as long as the Arc that goes with it. Blocks that a transport reads are pinned
+    // until its writes settle, blocks that it writes are ticketed or quarantined: the engine touches neither meanwhile.
+    unsafe { Region::new(pool.base(), pool.len(), pool.clone()) }
 }
 
 /// A running engine.
@@ -64,13 +72,15 @@ impl Engine {
 /// Panics when the system gives no thread.
 pub fn spawn(parts: Parts, events: Sender<Event>, queue: Receiver<Event>) -> Engine {
     let waiting = Arc::new(AtomicUsize::new(0));
-    let handle = EngineHandle::new(events, parts.info, parts.metrics.clone(), waiting.clone());
+    let alive = Arc::new(AtomicBool::new(true));
+    let handle = EngineHandle::new(events, parts.info, parts.metrics.clone(), waiting.clone(), alive.clone());
     let service = Service {
         core: Core::new(parts.config),
         runner: parts.runner,
         driver: parts.driver,
         metrics: parts.metrics,
         waiting,
+        alive,
         streams: HashMap::new(),
         outboxes: HashMap::new(),
         idle_waiters: Vec::new(),
@@ -97,6 +107,8 @@ struct Service {
     metrics: Arc<Metrics>,
     /// Requests in the queue, shared with the handle that checks the limit.
     waiting: Arc<AtomicUsize>,
+    /// Cleared when the thread ends, however it does.
+    alive: Arc<AtomicBool>,
     streams: HashMap<RequestId, Stream>,
     outboxes: HashMap<PeerId, UnboundedSender<PeerMessage>>,
     idle_waiters: Vec<(PeerId, oneshot::Sender<()>)>,
@@ -115,6 +127,7 @@ impl Service {
             self.core.fail_all(&RequestError::ShuttingDown);
             self.carry_out();
         }));
+        self.alive.store(false, Ordering::SeqCst);
         if let Err(panic) = outcome {
             // Dropping the streams tells every client; the process's owner sees the thread end.
             let text = panic.downcast_ref::<String>().map(String::as_str);

@@ -5,6 +5,7 @@ use std::path::Path;
 use serde::Deserialize;
 use serde_json::Value;
 
+use crate::eos::eos_ids;
 use crate::error::{LoadWarning, ModelError};
 use crate::files::read_json;
 
@@ -303,36 +304,4 @@ fn architecture(path: &Path, config: &Value) -> Result<Architecture, ModelError>
         found: if names.is_empty() { "(none)".to_owned() } else { names.join(", ") },
         expected: Architecture::ALL.map(Architecture::name).join(" or "),
     })
-}
-
-/// Parses an `eos_token_id`: an integer, a list of them, or null. Returns the ids inside the vocabulary and,
-/// apart, those outside it, which no model can sample.
-///
-/// # Errors
-/// Anything else, with the value.
-pub(crate) fn eos_ids(
-    path: &Path,
-    value: &Value,
-    vocab_size: usize,
-) -> Result<(Vec<u32>, Vec<i64>), ModelError> {
-    let invalid = || ModelError::InvalidConfig {
-        path: path.to_owned(),
-        key: "eos_token_id",
-        found: value.to_string(),
-        expected: "an integer, a list of integers, or null".into(),
-    };
-    let items = match value {
-        Value::Null => &[],
-        Value::Array(items) => items.as_slice(),
-        single => std::slice::from_ref(single),
-    };
-    let (mut inside, mut outside) = (Vec::new(), Vec::new());
-    for item in items {
-        let id = item.as_i64().ok_or_else(invalid)?;
-        match u32::try_from(id) {
-            Ok(id) if (id as usize) < vocab_size => inside.push(id),
-            _ => outside.push(id),
-        }
-    }
-    Ok((inside, outside))
 }

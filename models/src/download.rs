@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use hf_hub::api::Progress;
 use hf_hub::api::sync::{ApiBuilder, ApiError, ApiRepo};
-use hf_hub::{Cache, Repo, RepoType};
+use hf_hub::{Cache, CacheRepo, Repo, RepoType};
 
 use crate::hub::{HubId, HubOptions, weight_files};
 use crate::shards::{INDEX, SINGLE};
@@ -75,8 +75,8 @@ fn fetch_all(id: &HubId, hub: &HubOptions, weights: bool, counter: &Arc<AtomicU6
     let branch = Repo::with_revision(id.repo.clone(), RepoType::Model, id.revision.clone());
     let info = api.repo(branch.clone()).info().map_err(|error| describe(&error))?;
     // All files from one commit, even if the branch moves meanwhile.
-    let commit = api.repo(Repo::with_revision(id.repo.clone(), RepoType::Model, info.sha.clone()));
-    let snapshot = Snapshot { repo: commit, counter, cached: cache.repo(branch.clone()) };
+    let commit = Repo::with_revision(id.repo.clone(), RepoType::Model, info.sha.clone());
+    let snapshot = Snapshot { repo: api.repo(commit.clone()), cached: cache.repo(commit), counter };
 
     let offered = |file: &str| info.siblings.iter().any(|sibling| sibling.rfilename == file);
     let mut dir: Option<PathBuf> = None;
@@ -94,21 +94,35 @@ fn fetch_all(id: &HubId, hub: &HubOptions, weights: bool, counter: &Arc<AtomicU6
             snapshot.fetch(&file)?;
         }
     }
-    snapshot.cached.create_ref(&info.sha).map_err(|error| format!("cannot write to the cache: {error}"))
+    cache.repo(branch).create_ref(&info.sha).map_err(|error| format!("cannot write to the cache: {error}"))
 }
 
+/// One commit, on the hub and in the cache.
 struct Snapshot<'a> {
     repo: ApiRepo,
+    cached: CacheRepo,
     counter: &'a Arc<AtomicU64>,
-    cached: hf_hub::CacheRepo,
 }
 
 impl Snapshot<'_> {
-    /// Fetches one file, unless this commit has it already; returns its path in the snapshot.
+    /// Fetches one file, unless the cache has it; returns its path in the snapshot.
     fn fetch(&self, file: &str) -> Result<PathBuf, String> {
-        let progress = Counted { received: Arc::clone(self.counter), file: String::new() };
-        let path = self.repo.download_with_progress(file, progress);
-        path.map_err(|error| format!("{file}: {}", describe(&error)))
+        loop {
+            if let Some(path) = self.cached.get(file) {
+                return Ok(path);
+            }
+            let progress = Counted { received: Arc::clone(self.counter), file: String::new() };
+            match self.repo.download_with_progress(file, progress) {
+                Ok(path) => return Ok(path),
+                // Prefill and decode often start together. The other process watches its own download, and
+                // its lock goes with it, so waiting for it counts as progress here.
+                Err(ApiError::LockAcquisition(_)) => {
+                    tracing::info!(file, "another process is downloading this file; waiting for it");
+                    self.counter.fetch_add(1, Ordering::Relaxed);
+                }
+                Err(error) => return Err(format!("{file}: {}", describe(&error))),
+            }
+        }
     }
 }
 

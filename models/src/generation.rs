@@ -5,7 +5,8 @@ use std::path::Path;
 use serde::Deserialize;
 use serde_json::Value;
 
-use crate::config::{ModelConfig, eos_ids};
+use crate::config::ModelConfig;
+use crate::eos::eos_ids;
 use crate::error::{LoadWarning, ModelError};
 use crate::files::read_json;
 

@@ -20,6 +20,7 @@ mod chat;
 mod config;
 mod detokenize;
 mod download;
+mod eos;
 mod error;
 mod files;
 mod generation;

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::Context;
+use anyhow::{Context, bail};
+use axum::Router;
+use engine::EngineHandle;
 use prometheus::Registry;
 
 use crate::config::Config;
@@ -16,38 +18,46 @@ use crate::state::{AppState, Identity, Serving};
 /// What is left of the runtime's blocking threads may be a load that nobody waits for any more.
 const RUNTIME_STOP: Duration = Duration::from_millis(200);
 
+/// How soon a dead engine is noticed.
+const WATCH_INTERVAL: Duration = Duration::from_secs(1);
+
 /// A loaded model with its engine.
 pub struct Worker {
     pub serving: Serving,
-    /// Stops the engine's thread and joins it. Runs when no request is left, on a thread that may block.
+    /// Links to other workers; runs once requests can be served, and sees to readiness. `None`: ready when loaded.
+    pub start: Option<Box<dyn FnOnce() + Send>>,
+    /// Ends the links and the engine's thread. Runs when no request is left, on a thread that may block.
     pub stop: Box<dyn FnOnce() + Send>,
 }
 
-/// Runs until a signal, and returns when every request that got its chance is over.
+/// Runs until a signal, and returns when every request that got its chance is over. A dead engine is an error.
 ///
-/// `load` runs on a thread of its own while the port already answers 503. It may set readiness to
-/// `Degraded` or `Unavailable`; if it leaves it at `Loading`, the worker is ready when it returns. Its error
-/// ends the process.
-pub fn run<L>(config: Config, load: L) -> anyhow::Result<()>
+/// `routes` makes what is served beside OpenAI's API, such as the link between workers; it is called before
+/// anything is loaded. `load` runs on a thread of its own while the port already answers 503; its error ends
+/// the process.
+pub fn run<R, L>(config: Config, routes: R, load: L) -> anyhow::Result<()>
 where
-    L: FnOnce(&Config, &AppState) -> anyhow::Result<Worker> + Send + 'static,
+    R: FnOnce(&Arc<AppState>) -> Router,
+    L: FnOnce(&Config, &Arc<AppState>) -> anyhow::Result<Worker> + Send + 'static,
 {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    let result = runtime.block_on(serve(config, load));
+    let result = runtime.block_on(serve(config, routes, load));
     runtime.shutdown_timeout(RUNTIME_STOP);
     result
 }
 
-async fn serve<L>(config: Config, load: L) -> anyhow::Result<()>
+async fn serve<R, L>(config: Config, routes: R, load: L) -> anyhow::Result<()>
 where
-    L: FnOnce(&Config, &AppState) -> anyhow::Result<Worker> + Send + 'static,
+    R: FnOnce(&Arc<AppState>) -> Router,
+    L: FnOnce(&Config, &Arc<AppState>) -> anyhow::Result<Worker> + Send + 'static,
 {
     let signals = Signals::catch().context("signals cannot be caught")?;
     let readiness = Readiness::default();
     let state = AppState::new(Identity::of(&config), readiness.clone(), Registry::new())?;
     let listener = http::bind(config.listen, config.port_file.as_deref()).await?;
     let shutdown = state.drain.clone().run(signals.first(), readiness.clone(), config.shutdown_grace);
-    let mut serving = tokio::spawn(http::run(listener, router(Arc::clone(&state)), shutdown));
+    let router = router(Arc::clone(&state), routes(&state));
+    let mut serving = tokio::spawn(http::run(listener, router, shutdown));
 
     let loading = tokio::task::spawn_blocking({
         let state = Arc::clone(&state);
@@ -58,12 +68,28 @@ where
         served = &mut serving => return Ok(served.context("the HTTP server panicked")??),
         loaded = loading => loaded.context("loading the model panicked")??,
     };
+    let engine = worker.serving.engine.clone();
     state.serve(worker.serving);
-    if readiness.get() == State::Loading {
-        readiness.set(State::Ready);
+    match worker.start {
+        Some(start) => start(),
+        None => readiness.set(State::Ready),
     }
-    let served = serving.await.context("the HTTP server panicked")?;
+    tokio::select! {
+        served = serving => served.context("the HTTP server panicked")??,
+        () = death(&engine) => {
+            readiness.set(State::Unavailable("the engine's thread has ended".into()));
+            bail!("the engine's thread has ended; its last words are in the log");
+        }
+    }
     tokio::task::spawn_blocking(worker.stop).await.context("stopping the engine panicked")?;
     tracing::info!("stopped");
-    Ok(served?)
+    Ok(())
+}
+
+/// Resolves when the engine's thread has ended: a process that cannot serve must not look alive.
+async fn death(engine: &EngineHandle) {
+    let mut interval = tokio::time::interval(WATCH_INTERVAL);
+    while engine.is_alive() {
+        interval.tick().await;
+    }
 }

@@ -157,6 +157,19 @@ pub enum DeviceKind {
     Cpu,
 }
 
+impl KvTransport {
+    /// The name that the transfer layer knows.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            KvTransport::Auto => "auto",
+            KvTransport::Tcp => "tcp",
+            KvTransport::CudaIpc => "cuda_ipc",
+            KvTransport::Shm => "shm",
+            KvTransport::Socket => "socket",
+        }
+    }
+}
+
 impl Role {
     /// The word on the command line.
     pub fn as_str(self) -> &'static str {

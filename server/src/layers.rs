@@ -72,18 +72,21 @@ pub async fn observe(State(state): State<Arc<AppState>>, mut request: Request, n
     let method = request.method().clone();
     let path = request.extensions().get::<MatchedPath>().cloned();
     request.extensions_mut().insert(id.clone());
-    // The state behind the handlers is locks that recover from poison and channels, so what a panic leaves
-    // behind is as good as what an error leaves behind.
-    let result = AssertUnwindSafe(next.run(request)).catch_unwind().await;
-    let mut response = result.unwrap_or_else(|_| {
-        tracing::error!(request_id = id.0, "a handler panicked; this is a bug");
-        ApiError::internal("the server has a bug: a handler panicked").into_response()
-    });
+    let mut response = panic_to_500(next.run(request), &id).await;
     state.http_metrics.count(path.as_ref().map_or("none", MatchedPath::as_str), &method, &response);
     if let Ok(id) = HeaderValue::from_str(&id.0) {
         response.headers_mut().insert(X_REQUEST_ID, id);
     }
     response
+}
+
+async fn panic_to_500(response: impl Future<Output = Response>, id: &RequestId) -> Response {
+    // The state behind the handlers is locks that recover from poison and channels, so what a panic leaves
+    // behind is as good as what an error leaves behind.
+    AssertUnwindSafe(response).catch_unwind().await.unwrap_or_else(|_| {
+        tracing::error!(request_id = id.0, "a handler panicked; this is a bug");
+        ApiError::internal("the server has a bug: a handler panicked").into_response()
+    })
 }
 
 /// In front of everything that needs the engine: refuses with 503 unless the worker is ready, and ends what
@@ -128,5 +131,11 @@ mod tests {
             let made = id_of(bad);
             assert!(made.len() == 16 && made.bytes().all(|b| b.is_ascii_hexdigit()), "{made}");
         }
+    }
+
+    #[tokio::test]
+    async fn a_panic_in_a_handler_is_500() {
+        let response = panic_to_500(async { panic!("a bug for the test") }, &RequestId("id".into())).await;
+        assert_eq!(response.status(), 500);
     }
 }

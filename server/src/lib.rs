@@ -13,6 +13,7 @@ pub mod config;
 pub mod error;
 pub mod http;
 pub mod layers;
+pub mod link;
 pub mod openai;
 mod ops;
 pub mod readiness;

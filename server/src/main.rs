@@ -15,7 +15,7 @@ fn main() -> anyhow::Result<()> {
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
     let config = Config::from_args(args, |name| std::env::var(name).ok())
         .unwrap_or_else(|error| exit(error.to_string()));
-    server::app::run(config, server::worker::load)
+    server::app::run(config, server::link::server::routes, server::worker::load)
 }
 
 /// As clap reports what it finds itself: the message and a hint to stderr, status 2.

@@ -13,8 +13,8 @@ use crate::openai::{MAX_BODY_BYTES, chat, completions, models, tokenize};
 use crate::state::AppState;
 use crate::{layers, ops};
 
-/// All routes of a worker. More may be merged in before it is served; [`observe`] must go around them too.
-pub fn router(state: Arc<AppState>) -> Router {
+/// All routes of a worker: those here and `more`, which are not behind the gate of the completions.
+pub fn router(state: Arc<AppState>, more: Router) -> Router {
     let generation = Router::new()
         .route("/v1/completions", post(completions::completions))
         .route("/v1/chat/completions", post(chat::chat_completions))
@@ -35,12 +35,8 @@ pub fn router(state: Arc<AppState>) -> Router {
         .method_not_allowed_fallback(no_method)
         .layer(DefaultBodyLimit::max(MAX_BODY_BYTES))
         .with_state(state.clone());
-    observe(routes, state)
-}
-
-/// Names, counts and guards every request of `routes`.
-pub fn observe(routes: Router, state: Arc<AppState>) -> Router {
-    routes.layer(from_fn_with_state(state, layers::observe))
+    // Around everything, so that panics and unknown paths are seen too.
+    routes.merge(more).layer(from_fn_with_state(state, layers::observe))
 }
 
 async fn no_route(method: Method, uri: Uri) -> ApiError {

@@ -11,6 +11,7 @@ use crate::args::Role;
 use crate::config::Config;
 use crate::error::ApiError;
 use crate::layers::HttpMetrics;
+use crate::link::server::LinkServer;
 use crate::readiness::Readiness;
 use crate::shutdown::Drain;
 use crate::text::Text;
@@ -31,6 +32,8 @@ pub struct AppState {
     pub registry: Registry,
     pub http_metrics: HttpMetrics,
     serving: OnceLock<Serving>,
+    /// Takes links from decode workers; set on a prefill worker once it is loaded.
+    pub link: OnceLock<Arc<LinkServer>>,
 }
 
 /// What is there once the model is loaded.
@@ -79,6 +82,7 @@ impl AppState {
             registry,
             http_metrics,
             serving: OnceLock::new(),
+            link: OnceLock::new(),
         }))
     }
 

@@ -8,6 +8,7 @@ use models::{ChatInput, ChatTemplate, Detokenizer, ModelError, StopMatcher, Toke
 use serde_json::{Map, Value};
 
 use crate::error::ApiError;
+use crate::openai::Prompt;
 
 /// Longer texts are tokenized on a thread of their own: at some 5 MB/s, this much keeps a thread that serves
 /// other connections busy for about 2 ms.
@@ -38,10 +39,15 @@ impl Text {
         Self { tokenizer, chat }
     }
 
-    /// Tokens of a completion's prompt.
-    pub async fn encode(self: Arc<Self>, text: String) -> Result<Vec<TokenId>, ApiError> {
-        let size = text.len();
-        off_thread(size, move || Ok(self.tokenizer.encode(&text, true)?)).await
+    /// Tokens of a completion's prompts.
+    pub async fn encode(self: Arc<Self>, prompts: Vec<Prompt>) -> Result<Vec<Vec<TokenId>>, ApiError> {
+        let size =
+            prompts.iter().map(|prompt| if let Prompt::Text(text) = prompt { text.len() } else { 0 }).sum();
+        let encode = move |prompt| match prompt {
+            Prompt::Ids(ids) => Ok(ids),
+            Prompt::Text(text) => Ok(self.tokenizer.encode(&text, true)?),
+        };
+        off_thread(size, move || prompts.into_iter().map(encode).collect()).await
     }
 
     /// Tokens of a conversation, by the chat template.

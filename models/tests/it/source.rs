@@ -190,7 +190,23 @@ fn interrupted_download_was_taken_for_a_model() {
     assert_error(resolve("Org/Tiny", &offline), "not_in_cache", &["Org/Tiny@main", "HF_HUB_OFFLINE"]);
 
     std::fs::write(&shard, whole).unwrap();
-    resolve("Org/Tiny", &options(cache.path(), &FakeHub::of(&tiny).endpoint)).unwrap();
+    let hub = FakeHub::of(&tiny);
+    resolve("Org/Tiny", &options(cache.path(), &hub.endpoint)).unwrap();
+    let requests = hub.requests.lock().unwrap();
+    assert!(requests.iter().all(|(path, _)| path.contains("model-00002") || path.contains("/api/")));
+}
+
+#[test]
+fn prefill_and_decode_that_start_together_share_one_download() {
+    let hub = FakeHub::of(&tiny_repository(true));
+    let cache = tempfile::tempdir().unwrap();
+    let options = options(cache.path(), &hub.endpoint);
+    let folders = std::thread::scope(|scope| {
+        let starts = [(); 4].map(|()| scope.spawn(|| resolve("Org/Tiny", &options).unwrap()));
+        starts.map(|start| start.join().unwrap())
+    });
+    assert!(folders.iter().all(|dir| *dir == folders[0]));
+    models::Weights::open(&folders[0]).unwrap();
 }
 
 #[test]

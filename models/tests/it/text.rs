@@ -95,6 +95,16 @@ proptest! {
     }
 }
 
+/// The pattern that splits words has a lookahead, for which the regex engine backtracks, up to a limit.
+#[test]
+fn long_run_of_whitespace_was_split_otherwise_than_a_short_one() {
+    let encode = |spaces: usize| demo().encode(&(" ".repeat(spaces) + "a"), false).unwrap();
+    let (short, long) = (encode(100), encode(2_000_000));
+    assert_eq!(short.last(), demo().encode(" a", false).unwrap().last());
+    assert_eq!(short.last(), long.last());
+    assert_eq!(demo().decode(&long, true).len(), 2_000_001);
+}
+
 #[test]
 fn special_tokens_in_text_become_those_tokens() {
     let tokenizer = demo();

@@ -10,7 +10,7 @@ use axum::response::Response;
 use super::body::JsonBody;
 use super::generate::{Job, respond};
 use super::options::Options;
-use super::prompt::{Prompt, take_prompts};
+use super::prompt::take_prompts;
 use super::response::Api;
 use super::unsupported::check_completions;
 use crate::error::ApiError;
@@ -30,14 +30,23 @@ pub async fn completions(
     let serving = state.serving()?;
     check_completions(&fields)?;
     let options = Options::parse(&fields, &serving.defaults, serving.engine.info())?;
-    let mut prompts = Vec::new();
-    for prompt in take_prompts(&mut fields)? {
-        prompts.push(match prompt {
-            Prompt::Ids(ids) => ids,
-            Prompt::Text(text) => serving.text.clone().encode(text).await?,
-        });
-    }
+    let prompts = take_prompts(&mut fields)?;
+    check_count(prompts.len() * options.n, serving.engine.info().max_queued)?;
+    let prompts = serving.text.clone().encode(prompts).await?;
     let default_max_tokens = DEFAULT_MAX_TOKENS;
     let job = Job { api: Api::Completions, request_id, arrival, options, prompts, default_max_tokens };
     respond(&state, serving, job).await
+}
+
+/// A request that alone fills the queue could not be taken even by an idle server.
+fn check_count(sequences: usize, max_queued: usize) -> Result<(), ApiError> {
+    match sequences > max_queued {
+        true => {
+            let message = format!(
+                "prompt and n ask for {sequences} answers, expected at most {max_queued} in a request"
+            );
+            Err(ApiError::bad_field("prompt", message))
+        }
+        false => Ok(()),
+    }
 }

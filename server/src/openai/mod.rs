@@ -21,3 +21,4 @@ pub mod tokenize;
 mod unsupported;
 
 pub use body::MAX_BODY_BYTES;
+pub use prompt::Prompt;

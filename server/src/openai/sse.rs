@@ -30,15 +30,14 @@ pub async fn respond(
     choices: Vec<Choice>,
     drain: Drain,
 ) -> Result<Response, ApiError> {
-    let shares = choices.iter().map(Share::of).collect();
+    let (opened, shares) = (vec![false; choices.len()], choices.iter().map(Share::of).collect());
     let mut updates = stream::select_all(choices.into_iter().map(|choice| updates(choice).boxed()));
     let first = match updates.next().await {
         Some(Update { piece: Err(error), .. }) => return Err(error.into()),
         first => first,
     };
     let cut = Box::pin(drain.cut());
-    let events =
-        Events { envelope, options, updates, first, opened: Vec::new(), shares, cut, running: drain.enter() };
+    let events = Events { envelope, options, updates, first, opened, shares, cut, running: drain.enter() };
     let body = stream::unfold(Some(events), |events| async move {
         let mut events = events?;
         let (bytes, more) = events.next().await;
@@ -73,8 +72,8 @@ struct Events {
     updates: SelectAll<BoxStream<'static, Update>>,
     /// Was awaited before the answer began.
     first: Option<Update>,
-    /// Choices whose opening chunk went out.
-    opened: Vec<usize>,
+    /// Whether the opening chunk of each choice went out.
+    opened: Vec<bool>,
     /// One per choice.
     shares: Vec<Share>,
     cut: Pin<Box<dyn Future<Output = ()> + Send>>,
@@ -115,8 +114,7 @@ impl Events {
     fn write(&mut self, out: &mut String, index: usize, share: Share, piece: Piece) {
         self.shares[index] = share;
         let stats = |share: Share| self.options.continuous_usage_stats.then(|| share.usage());
-        if !self.opened.contains(&index) {
-            self.opened.push(index);
+        if !std::mem::replace(&mut self.opened[index], true) {
             let before = Share { completion_tokens: 0, ..share };
             if let Some(opening) = self.envelope.opening(index, stats(before)) {
                 event(out, &opening);

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::body::JsonBody;
 use super::chat::take_conversation;
-use super::prompt::ids;
+use super::prompt::{Prompt, ids};
 use crate::error::ApiError;
 use crate::state::AppState;
 
@@ -23,7 +23,7 @@ pub async fn tokenize(
     let with_strings = fields.bool("return_token_strs")?.unwrap_or(false);
     let prompt = fields.str("prompt")?.map(str::to_owned);
     let tokens = match (prompt, fields.get("messages").is_some()) {
-        (Some(prompt), false) => text.encode(prompt).await?,
+        (Some(prompt), false) => text.encode(vec![Prompt::Text(prompt)]).await?.remove(0),
         (None, true) => text.encode_chat(take_conversation(&mut fields)?).await?,
         _ => {
             return Err(ApiError::bad_field(

@@ -155,3 +155,19 @@ async fn a_prefill_worker_answers_no_completions() {
     );
     assert_eq!(harness.get("/v1/models").await.1["data"][0]["id"], MODEL);
 }
+
+#[tokio::test]
+async fn a_panic_in_a_handler_is_500_and_the_server_goes_on() {
+    let harness = answering("ok").await;
+    let (status, answer) = harness.get("/bug").await;
+    check(status, &answer, 500, "the server has a bug");
+    assert_eq!(harness.post(COMPLETIONS, completion("x", json!({}))).await.0, 200);
+}
+
+#[tokio::test]
+async fn a_request_that_alone_overfills_the_queue() {
+    let harness = answering("ok").await;
+    let request = completion("", json!({"prompt": vec![[1]; 1025]}));
+    let (status, answer) = harness.post(COMPLETIONS, request).await;
+    check(status, &answer, 400, "prompt and n ask for 1025 answers, expected at most 1024");
+}

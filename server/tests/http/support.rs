@@ -5,6 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
 
+use axum::Router;
+use axum::routing::get;
 use engine::api::{FinishReason, GenerateRequest, Output, RequestError, TokenId, Usage};
 use engine::event::Event;
 use engine::handle::{EngineHandle, EngineInfo, RequestId, Submission};
@@ -79,7 +81,8 @@ pub async fn start(setup: Setup) -> Harness {
         let _ = told.await;
     };
     let drained = state.drain.clone().run(told, state.readiness.clone(), setup.grace);
-    let server = tokio::spawn(server::http::run(listener, server::router::router(state.clone()), drained));
+    let server =
+        tokio::spawn(server::http::run(listener, server::router::router(state.clone(), routes()), drained));
     let client = reqwest::Client::new();
     let url = format!("http://{address}");
     Harness { state, tokenizer, url, address, client, events, shutdown: Some(shutdown), server }
@@ -90,6 +93,14 @@ pub async fn answering(text: &'static str) -> Harness {
     let mut harness = start(Setup::default()).await;
     harness.answer_all(text);
     harness
+}
+
+/// Beside the real ones: a handler with a bug.
+fn routes() -> Router {
+    async fn bug() -> &'static str {
+        panic!("a bug for the test")
+    }
+    Router::new().route("/bug", get(bug))
 }
 
 fn engine() -> (EngineHandle, UnboundedReceiver<Event>) {

@@ -1,0 +1,175 @@
+//! The decode worker's end: keeps a link to each prefill worker.
+
+use std::io::ErrorKind;
+use std::time::Duration;
+
+use engine::event::{Event, PeerRole};
+use engine::handoff::PeerMessage;
+use futures_util::{SinkExt, StreamExt};
+use tokio::net::TcpStream;
+use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+use tokio::time::{Instant, interval, sleep, timeout};
+use tokio_tungstenite::WebSocketStream;
+use tokio_tungstenite::tungstenite::{Error as WsError, Message};
+use transfer::{Hello, PeerId};
+
+use super::frame::Frame;
+use super::peers::{Peers, Standing};
+use super::{HANDSHAKE, LinkContext, PATH, PING, SILENCE};
+use crate::config::PeerUrl;
+
+/// Pause after a link is lost or refused; doubled up to the second.
+const RETRY: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(2));
+
+/// Why there is no link.
+enum Failure {
+    /// Nothing listens there: the process is dead.
+    Dead(String),
+    Lost(String),
+    Misfit(String),
+}
+
+/// Keeps a link to `url` until the task is aborted.
+pub async fn keep(context: LinkContext, url: PeerUrl, peers: Peers) {
+    let mut retry = RETRY.0;
+    // The peer of the last link, as long as it may still write here.
+    let mut previous: Option<PeerId> = None;
+    loop {
+        let failure = match connect(&context, &url).await {
+            Ok((socket, theirs)) => {
+                let peer = context.new_peer();
+                match context.add_peer(peer, theirs.metadata.clone()).await {
+                    Ok(()) => {
+                        // The transport has carried out the removal of the old peer: it takes commands in order.
+                        if let Some(previous) = previous.take() {
+                            context.engine.send(Event::PeerGone(previous));
+                        }
+                        retry = RETRY.0;
+                        peers.set(&url, Standing::Up);
+                        previous = Some(peer);
+                        let reason = run(&context, peer, socket).await;
+                        context.engine.send(Event::PeerDown(peer));
+                        // Fences what the old link may still write, before a new one is tried.
+                        let _ = context.driver.remove_peer(peer);
+                        Failure::Lost(reason)
+                    }
+                    Err(error) => Failure::Lost(format!("the KV transport cannot reach it: {error}")),
+                }
+            }
+            Err(failure) => failure,
+        };
+        match failure {
+            Failure::Dead(reason) => {
+                if let Some(previous) = previous.take() {
+                    context.engine.send(Event::PeerGone(previous));
+                }
+                peers.set(&url, Standing::Down(reason));
+            }
+            Failure::Lost(reason) => peers.set(&url, Standing::Down(reason)),
+            Failure::Misfit(reason) => peers.set(&url, Standing::Refused(reason)),
+        }
+        sleep(retry).await;
+        retry = (retry * 2).min(RETRY.1);
+    }
+}
+
+type Socket = WebSocketStream<TcpStream>;
+
+async fn connect(context: &LinkContext, url: &PeerUrl) -> Result<(Socket, Hello), Failure> {
+    match timeout(HANDSHAKE, handshake(context, url)).await {
+        Ok(result) => result,
+        Err(_) => Err(Failure::Lost(format!("no answer within {HANDSHAKE:?}"))),
+    }
+}
+
+async fn handshake(context: &LinkContext, url: &PeerUrl) -> Result<(Socket, Hello), Failure> {
+    let stream =
+        TcpStream::connect((url.host.as_str(), url.port)).await.map_err(|error| match error.kind() {
+            ErrorKind::ConnectionRefused => Failure::Dead(error.to_string()),
+            _ => Failure::Lost(error.to_string()),
+        })?;
+    stream.set_nodelay(true).map_err(|error| Failure::Lost(error.to_string()))?;
+    let request = format!("ws://{}{PATH}", url.to_string().trim_start_matches("http://"));
+    let (mut socket, _) =
+        tokio_tungstenite::client_async(request, stream).await.map_err(|error| match error {
+            WsError::Http(response) => {
+                let body = response.body().as_deref().map(String::from_utf8_lossy).unwrap_or_default();
+                Failure::Lost(format!("HTTP {}: {}", response.status(), body.trim()))
+            }
+            other => Failure::Lost(other.to_string()),
+        })?;
+    let lost = |error: WsError| Failure::Lost(error.to_string());
+    let hello = Frame::Hello(Box::new((*context.hello).clone()));
+    socket.send(Message::Binary(hello.encode())).await.map_err(lost)?;
+    loop {
+        let Some(message) = socket.next().await.transpose().map_err(lost)? else {
+            return Err(Failure::Lost("closed during the handshake".into()));
+        };
+        let Message::Binary(bytes) = message else { continue };
+        return match Frame::decode(&bytes) {
+            Ok(Frame::Hello(theirs)) => match context.hello.check(&theirs) {
+                Ok(()) if theirs.role.as_deref() == Some("prefill") => Ok((socket, *theirs)),
+                Ok(()) => {
+                    let role = theirs.role.as_deref().unwrap_or("unknown");
+                    Err(Failure::Misfit(format!("its role is {role}, expected prefill")))
+                }
+                Err(mismatch) => Err(Failure::Misfit(mismatch.to_string())),
+            },
+            Ok(Frame::Refused { reason, permanent: true }) => Err(Failure::Misfit(reason)),
+            Ok(Frame::Refused { reason, permanent: false }) => Err(Failure::Lost(reason)),
+            Ok(Frame::Message(_)) => Err(Failure::Lost("a message before the handshake".into())),
+            Err(error) => Err(Failure::Misfit(format!("it does not speak this protocol: {error}"))),
+        };
+    }
+}
+
+/// Carries messages until the link ends; says why it did.
+async fn run(context: &LinkContext, peer: PeerId, socket: Socket) -> String {
+    let (outbox, mut messages) = unbounded_channel();
+    if !context.engine.send(Event::PeerUp { peer, role: PeerRole::Prefill, outbox }) {
+        return "the engine has stopped".into();
+    }
+    carry(context, peer, socket, &mut messages).await
+}
+
+async fn carry(
+    context: &LinkContext,
+    peer: PeerId,
+    mut socket: Socket,
+    messages: &mut UnboundedReceiver<PeerMessage>,
+) -> String {
+    let mut ping = interval(PING);
+    let mut heard = Instant::now();
+    loop {
+        tokio::select! {
+            received = socket.next() => {
+                heard = Instant::now();
+                match received {
+                    Some(Ok(Message::Binary(bytes))) => match Frame::decode(&bytes) {
+                        Ok(Frame::Message(message)) => drop(context.engine.send(Event::Message { peer, message })),
+                        Ok(_) => return "a second handshake".into(),
+                        Err(error) => return format!("a message that cannot be read: {error}"),
+                    },
+                    Some(Ok(_)) => {}
+                    Some(Err(error)) => return error.to_string(),
+                    None => return "closed by the prefill worker".into(),
+                }
+            }
+            message = messages.recv() => {
+                // The engine gave the peer up.
+                let Some(message) = message else { return "given up after a fault".into() };
+                if let Err(error) = socket.send(Message::Binary(Frame::Message(message).encode())).await {
+                    return error.to_string();
+                }
+            }
+            _ = ping.tick() => {
+                if heard.elapsed() > SILENCE {
+                    return format!("nothing heard for {SILENCE:?}");
+                }
+                if let Err(error) = socket.send(Message::Ping(Default::default())).await {
+                    return error.to_string();
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,61 @@
+//! The control link between a decode and a prefill worker: one WebSocket, opened by the decode worker.
+//!
+//! First each side says [`transfer::Hello`] (who it is, what its KV looks like, how to reach its pool) and the prefill
+//! worker refuses a peer that does not fit, naming both values. Then messages about tickets go both ways, in order, until
+//! the connection ends. Both sides notice a silent peer: the decode worker pings, the prefill worker expects to hear it.
+//!
+//! A link that ends is `PeerDown` for the engine. `PeerGone`, the promise that the old peer writes no more, follows when
+//! the peer's port refuses connections (the process is dead) or a new handshake succeeds: the prefill worker answers
+//! one only after everything of the earlier links of that decode worker has ended, and a new incarnation is a new process.
+
+pub mod client;
+pub mod frame;
+pub mod peers;
+pub mod server;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use engine::EngineHandle;
+use transfer::{DriverHandle, Hello, PeerId, TransferError};
+
+/// The path of the link on a prefill worker's port.
+pub const PATH: &str = "/kv/v1/link";
+
+/// How often the decode worker pings.
+pub(crate) const PING: Duration = Duration::from_secs(1);
+
+/// A peer that says nothing for this long is lost. Five pings, so that one slow second on a busy machine is no loss.
+pub(crate) const SILENCE: Duration = Duration::from_secs(5);
+
+/// How long either side waits for the other's part of the handshake.
+pub(crate) const HANDSHAKE: Duration = Duration::from_secs(10);
+
+/// What both ends of a link need.
+#[derive(Clone)]
+pub struct LinkContext {
+    pub engine: EngineHandle,
+    pub driver: DriverHandle,
+    /// What this process says of itself.
+    pub hello: Arc<Hello>,
+    next_peer: Arc<AtomicU64>,
+}
+
+impl LinkContext {
+    pub fn new(engine: EngineHandle, driver: DriverHandle, hello: Hello) -> Self {
+        Self { engine, driver, hello: Arc::new(hello), next_peer: Arc::new(AtomicU64::new(1)) }
+    }
+
+    /// A number for a peer behind a new link.
+    pub(crate) fn new_peer(&self) -> PeerId {
+        PeerId(self.next_peer.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// Makes the peer known to the transport, which may take a connection attempt.
+    pub(crate) async fn add_peer(&self, peer: PeerId, metadata: Vec<u8>) -> Result<(), TransferError> {
+        let driver = self.driver.clone();
+        let adding = tokio::task::spawn_blocking(move || driver.add_peer(peer, metadata));
+        adding.await.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
+    }
+}
