@@ -60,11 +60,6 @@ impl Engine {
             tracing::error!("the engine's thread had panicked");
         }
     }
-
-    /// True once the thread has ended, which before [`Self::stop`] is a fault.
-    pub fn is_finished(&self) -> bool {
-        self.thread.is_finished()
-    }
 }
 
 /// Starts the engine's thread.

@@ -132,10 +132,4 @@ mod tests {
             assert!(made.len() == 16 && made.bytes().all(|b| b.is_ascii_hexdigit()), "{made}");
         }
     }
-
-    #[tokio::test]
-    async fn a_panic_in_a_handler_is_500() {
-        let response = panic_to_500(async { panic!("a bug for the test") }, &RequestId("id".into())).await;
-        assert_eq!(response.status(), 500);
-    }
 }

@@ -111,10 +111,11 @@ pub fn load(config: &Config, state: &Arc<AppState>) -> anyhow::Result<Worker> {
         let (config, state, runtime) = (config.clone(), state.clone(), Handle::current());
         Box::new(move || link(&config, &state, context, &runtime, &tasks)) as Box<dyn FnOnce() + Send>
     });
-    let before_stop = move || {
+    let stop = move || {
         ended.lock().unwrap_or_else(PoisonError::into_inner).iter().for_each(JoinHandle::abort);
+        engine.stop();
     };
-    Ok(Worker { serving, start, engine, before_stop: Box::new(before_stop) })
+    Ok(Worker { serving, start, stop: Box::new(stop) })
 }
 
 fn compute_dtype(dtype: DType) -> ComputeDtype {

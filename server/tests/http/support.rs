@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::time::Duration;
 
 use axum::Router;
@@ -122,7 +122,8 @@ fn engine() -> (EngineHandle, UnboundedReceiver<Event>) {
         }
     });
     let metrics = Arc::new(Metrics::new(MODEL));
-    (EngineHandle::new(sender, info, metrics, Arc::new(AtomicUsize::new(0))), events)
+    let (waiting, alive) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(true)));
+    (EngineHandle::new(sender, info, metrics, waiting, alive), events)
 }
 
 impl Harness {
