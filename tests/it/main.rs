@@ -1,1 +1,3 @@
-fn main() {}
+
+mod golden;
+mod oracle;

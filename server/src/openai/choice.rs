@@ -4,6 +4,7 @@ use engine::api::{Output, RequestError, TokenId};
 use engine::handle::OutputStream;
 use serde::Serialize;
 
+use super::response::Usage;
 use crate::text::AnswerText;
 
 /// Why and how a choice ended.
@@ -22,6 +23,23 @@ pub enum StopReason {
     Token(TokenId),
 }
 
+/// A choice's part of the request's usage.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Share {
+    /// Which of the request's prompts it continues.
+    pub prompt: usize,
+    pub prompt_tokens: usize,
+    pub completion_tokens: usize,
+    pub cached_tokens: usize,
+}
+
+impl Share {
+    /// The usage of this choice alone.
+    pub fn usage(&self) -> Usage {
+        Usage::new(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
+    }
+}
+
 /// More of a choice.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Piece {
@@ -35,24 +53,22 @@ pub struct Piece {
 pub struct Choice {
     /// Its number in the answer.
     pub index: usize,
-    /// Which of the request's prompts it continues, and that prompt's length.
-    pub prompt: usize,
-    pub prompt_tokens: usize,
-    pub completion_tokens: usize,
-    pub cached_tokens: usize,
+    pub share: Share,
+    max_tokens: usize,
     outputs: OutputStream,
     text: AnswerText,
 }
 
 impl Choice {
+    /// Answer number `index`, of at most `max_tokens`; `share` names its prompt.
     pub fn new(
         index: usize,
-        prompt: usize,
-        prompt_tokens: usize,
+        share: Share,
+        max_tokens: usize,
         outputs: OutputStream,
         text: AnswerText,
     ) -> Self {
-        Self { index, prompt, prompt_tokens, completion_tokens: 0, cached_tokens: 0, outputs, text }
+        Self { index, share, max_tokens, outputs, text }
     }
 
     /// The next output's text and that of all others which are there already. Not to be called after the end.
@@ -65,7 +81,12 @@ impl Choice {
             if piece.finish.is_some() {
                 return Ok(piece);
             }
-            output = self.outputs.try_next();
+            // The end follows the last token at once; in the same piece it is no further event, which clients that
+            // measure the time between tokens would take for one.
+            output = match self.share.completion_tokens >= self.max_tokens {
+                true => self.outputs.next().await,
+                false => self.outputs.try_next(),
+            };
             if output.is_none() {
                 return Ok(piece);
             }
@@ -75,15 +96,15 @@ impl Choice {
     fn take(&mut self, output: Output, piece: &mut Piece) -> Result<(), RequestError> {
         match output {
             Output::Token { id, cached_tokens } => {
-                self.completion_tokens += 1;
-                self.cached_tokens = cached_tokens;
+                self.share.completion_tokens += 1;
+                self.share.cached_tokens = cached_tokens;
                 if let Some(stop) = self.text.push(id, &mut piece.text) {
                     piece.finish = Some(stopped_by(stop));
                 }
             }
             Output::Finished { reason, stop_token, usage, .. } => {
-                self.completion_tokens = usage.completion_tokens;
-                self.cached_tokens = usage.cached_tokens;
+                self.share.completion_tokens = usage.completion_tokens;
+                self.share.cached_tokens = usage.cached_tokens;
                 // The last token may have left text behind that is only now known to be no stop string; and
                 // incomplete characters, whose replacement may complete one.
                 piece.finish = Some(match self.text.finish(&mut piece.text) {

@@ -7,7 +7,7 @@ use axum::response::{IntoResponse, Response};
 use engine::api::{GenerateRequest, RequestError, TokenId};
 use futures_util::future::try_join_all;
 
-use super::choice::Choice;
+use super::choice::{Choice, Share};
 use super::options::Options;
 use super::response::{Answer, Api, Envelope, Usage};
 use super::sse;
@@ -51,8 +51,10 @@ fn submit(state: &AppState, serving: &Serving, job: &Job) -> Result<Vec<Choice>,
                 timeout: state.request_timeout,
             };
             let text = serving.text.answer(&job.options.stop, job.options.skip_special_tokens)?;
+            let max_tokens = request.sampling.max_tokens;
             let outputs = serving.engine.submit(request)?;
-            choices.push(Choice::new(choices.len(), prompt, ids.len(), outputs, text));
+            let share = Share { prompt, prompt_tokens: ids.len(), ..Share::default() };
+            choices.push(Choice::new(choices.len(), share, max_tokens, outputs, text));
         }
     }
     Ok(choices)
@@ -70,33 +72,8 @@ async fn finish(mut choice: Choice) -> Result<(Answer, Share), RequestError> {
         let piece = choice.next().await?;
         text.push_str(&piece.text);
         if let Some(finish) = piece.finish {
-            return Ok((Answer { text, finish }, Share::of(&choice)));
+            return Ok((Answer { text, finish }, choice.share));
         }
-    }
-}
-
-/// A choice's part of the request's usage.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Share {
-    pub prompt: usize,
-    pub prompt_tokens: usize,
-    pub completion_tokens: usize,
-    pub cached_tokens: usize,
-}
-
-impl Share {
-    pub fn of(choice: &Choice) -> Self {
-        Self {
-            prompt: choice.prompt,
-            prompt_tokens: choice.prompt_tokens,
-            completion_tokens: choice.completion_tokens,
-            cached_tokens: choice.cached_tokens,
-        }
-    }
-
-    /// The usage of this choice alone.
-    pub fn usage(&self) -> Usage {
-        Usage::new(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
     }
 }
 

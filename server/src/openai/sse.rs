@@ -11,8 +11,8 @@ use engine::api::RequestError;
 use futures_util::stream::{self, BoxStream, SelectAll, StreamExt};
 use futures_util::{FutureExt, Stream};
 
-use super::choice::{Choice, Piece};
-use super::generate::{Share, usage};
+use super::choice::{Choice, Piece, Share};
+use super::generate::usage;
 use super::options::StreamOptions;
 use super::response::Envelope;
 use crate::error::ApiError;
@@ -30,7 +30,7 @@ pub async fn respond(
     choices: Vec<Choice>,
     drain: Drain,
 ) -> Result<Response, ApiError> {
-    let (opened, shares) = (vec![false; choices.len()], choices.iter().map(Share::of).collect());
+    let (opened, shares) = (vec![false; choices.len()], choices.iter().map(|choice| choice.share).collect());
     let mut updates = stream::select_all(choices.into_iter().map(|choice| updates(choice).boxed()));
     let first = match updates.next().await {
         Some(Update { piece: Err(error), .. }) => return Err(error.into()),
@@ -59,7 +59,7 @@ fn updates(choice: Choice) -> impl Stream<Item = Update> + Send + 'static {
     stream::unfold(Some(choice), |choice| async move {
         let mut choice = choice?;
         let piece = choice.next().await;
-        let update = Update { index: choice.index, share: Share::of(&choice), piece };
+        let update = Update { index: choice.index, share: choice.share, piece };
         let goes_on = matches!(&update.piece, Ok(Piece { finish: None, .. }));
         Some((update, goes_on.then_some(choice)))
     })

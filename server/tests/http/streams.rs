@@ -1,6 +1,6 @@
 //! Errors before and within streams, and clients that go away.
 
-use engine::api::RequestError;
+use engine::api::{FinishReason, RequestError};
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
@@ -132,4 +132,23 @@ async fn outputs_that_are_ready_share_an_event() {
     let request = completion("x", json!({"stream": true}));
     let chunks = whole(harness.events(PATH, request).await);
     assert!(chunks.len() < 10, "{} events", chunks.len());
+}
+
+/// An extra event with no text looks like a token to clients that measure the time between events.
+#[tokio::test]
+async fn the_end_by_length_comes_with_the_last_token() {
+    let mut harness = start(Setup::default()).await;
+    let request = completion("x", json!({"stream": true, "max_tokens": 1}));
+    let reply = tokio::spawn(harness.request(PATH, request).send());
+    let submission = harness.submission().await;
+    submission.outputs.send(token(harness.ids("a")[0])).unwrap();
+    tokio::task::yield_now().await;
+    submission.outputs.send(finished(&submission.request, 1, FinishReason::Length)).unwrap();
+    let body = soon(soon(reply).await.unwrap().unwrap().text()).await.unwrap();
+    let chunks = whole(split_events(&body));
+    assert_eq!(chunks.len(), 1, "{body}");
+    assert_eq!(
+        (&chunks[0]["choices"][0]["text"], &chunks[0]["choices"][0]["finish_reason"]),
+        (&json!("a"), &json!("length"))
+    );
 }
