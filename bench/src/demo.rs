@@ -112,19 +112,26 @@ fn describe(answer: &Answer, moved: Option<&Moved>, transport: &str) -> String {
     let mut lines = Vec::new();
     let mut line = |what: &str, text: String| lines.push(format!("  {what:<16}{text}"));
     let usage = answer.usage;
-    let cached = usage.prompt_tokens_details.cached_tokens;
-    line("prompt", format!("{} tokens, {cached} of them cached", usage.prompt_tokens));
+    let (tokens, cached) = (usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens);
+    line(
+        "prompt",
+        format!("{}, {} of them computed now", count(tokens as u64, "token"), tokens - cached.min(tokens)),
+    );
     match moved {
         Some(Moved { handoff, blocks }) => {
             let (wire, exposed) = (handoff.wire_us as f64 / 1e3, handoff.exposed_us as f64 / 1e3);
             let rate = gb_per_s(handoff.bytes as f64, wire).map(|rate| format!(" ({rate:.2} GB/s)"));
-            let blocks = blocks.map(|blocks| format!("{}, ", count(blocks, "block"))).unwrap_or_default();
-            let (descriptors, writes) =
-                (count(handoff.descriptors, "descriptor"), count(handoff.writes, "write"));
-            line(
-                "KV handed off",
-                format!("{} bytes, {blocks}{descriptors}, {writes} over {transport}", grouped(handoff.bytes)),
-            );
+            if let Some(blocks) = blocks {
+                let here = blocks.tokens_here(tokens as u64);
+                line(
+                    "cached",
+                    format!("{} on the decode worker; only the rest is sent", count(here, "token")),
+                );
+            }
+            let (bytes, descriptors) = (grouped(handoff.bytes), count(handoff.descriptors, "descriptor"));
+            let blocks = blocks.map(|blocks| format!("{}, ", count(blocks.moved, "block")));
+            let (blocks, writes) = (blocks.unwrap_or_default(), count(handoff.writes, "write"));
+            line("KV handed off", format!("{bytes} bytes, {blocks}{descriptors}, {writes} over {transport}"));
             line("prefill compute", format!("{} ms", ms(handoff.compute_us as f64 / 1e3)));
             line("wire", format!("{} ms{}", ms(wire), rate.unwrap_or_default()));
             line("exposed", format!("{} ms after the first token, not hidden by compute", ms(exposed)));
@@ -143,19 +150,35 @@ fn describe(answer: &Answer, moved: Option<&Moved>, transport: &str) -> String {
     lines.join("\n")
 }
 
-/// A handoff, and its size in blocks where the log says how large one is.
+/// A handoff, and its blocks where the log says how large one is.
 #[derive(Clone, Debug)]
 struct Moved {
     handoff: Handoff,
-    blocks: Option<u64>,
+    blocks: Option<Blocks>,
+}
+
+/// The blocks that a handoff moved.
+#[derive(Clone, Copy, Debug)]
+struct Blocks {
+    moved: u64,
+    /// Tokens in a block.
+    tokens: u64,
 }
 
 impl Moved {
     fn find(log: &str, request_id: &str) -> Option<Self> {
         let handoff =
             serve_log::handoffs(log).into_iter().find(|handoff| handoff.request_id == request_id)?;
-        let blocks = serve_log::block_bytes(log).map(|block| handoff.bytes / block);
+        let blocks = serve_log::block_size(log)
+            .map(|size| Blocks { moved: handoff.bytes / size.bytes, tokens: size.tokens });
         Some(Self { handoff, blocks })
+    }
+}
+
+impl Blocks {
+    /// Tokens of a prompt whose blocks were not moved: whole blocks at its beginning.
+    fn tokens_here(self, prompt_tokens: u64) -> u64 {
+        prompt_tokens.div_ceil(self.tokens).saturating_sub(self.moved) * self.tokens
     }
 }
 
@@ -197,11 +220,12 @@ mod tests {
 
     #[test]
     fn a_handoff_is_described_in_full() {
-        let log = "INFO x: model loaded model=/m threads=2 kv_blocks=4 kv_bytes=98304 seconds=1\n\
+        let log = "INFO x: model loaded model=/m threads=2 kv_blocks=4 kv_tokens=64 kv_bytes=98304 seconds=1\n\
                    INFO x: KV received request_id=\"a\" bytes=49152 descriptors=1 writes=1 compute_us=3500 wire_us=200 exposed_us=310";
         let text = describe(&answer(), Moved::find(log, "a").as_ref(), "shm");
         for part in [
-            "40 tokens, 16 of them cached",
+            "40 tokens, 24 of them computed now",
+            "16 tokens on the decode worker; only the rest",
             "49,152 bytes, 2 blocks, 1 descriptor, 1 write over shm",
             "compute 3.50 ms",
             "0.20 ms (0.25 GB/s)",

@@ -53,7 +53,7 @@ impl fmt::Display for Shape {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Shape::Both => f.write_str("both"),
-            Shape::Disaggregated(transport) => write!(f, "{transport}"),
+            Shape::Disaggregated(transport) => write!(f, "disagg-{transport}"),
         }
     }
 }

@@ -27,6 +27,8 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use tokio::signal::unix::{SignalKind, signal};
 
+use crate::error::{BenchError, Result};
+
 /// Measure kvferry, or see it work.
 #[derive(Debug, Parser)]
 #[command(name = "bench", version)]
@@ -46,21 +48,34 @@ const INTERRUPTED: u8 = 130;
 
 // The thread that spawns a worker must live as long as this process: the system ends the worker with it.
 #[tokio::main(flavor = "current_thread")]
-async fn main() -> anyhow::Result<ExitCode> {
+async fn main() -> ExitCode {
     let args = Args::parse();
-    let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
     // Dropping the command ends its processes.
-    tokio::select! {
-        result = run(args.command) => result.map(|()| ExitCode::SUCCESS),
-        _ = interrupt.recv() => Ok(ExitCode::from(INTERRUPTED)),
-        _ = terminate.recv() => Ok(ExitCode::from(INTERRUPTED)),
-    }
+    let result = tokio::select! {
+        result = run(args.command) => result,
+        caught = interrupted() => caught.map(|()| ExitCode::from(INTERRUPTED)),
+    };
+    result.unwrap_or_else(|error| {
+        eprintln!("bench: {error}");
+        ExitCode::FAILURE
+    })
 }
 
-async fn run(command: Command) -> anyhow::Result<()> {
+async fn run(command: Command) -> Result<ExitCode> {
     match command {
         Command::Ttft(args) => Box::pin(ttft::run(args)).await?,
         Command::Demo(args) => Box::pin(demo::run(args)).await?,
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Resolves when a signal asks this program to end.
+async fn interrupted() -> Result<()> {
+    let caught = |kind| signal(kind).map_err(BenchError::io("signals cannot be caught"));
+    let (mut interrupt, mut terminate) = (caught(SignalKind::interrupt())?, caught(SignalKind::terminate())?);
+    tokio::select! {
+        _ = interrupt.recv() => {}
+        _ = terminate.recv() => {}
     }
     Ok(())
 }

@@ -256,7 +256,8 @@ fn head(summary: &Summary) -> Vec<String> {
     let Cell { prompt_tokens, concurrency } = summary.cell;
     let asked = summary.deployment.to_string();
     let deployment = match &summary.transport {
-        Some(transport) if *transport != asked => format!("{asked} ({transport})"),
+        // Only `auto` opens another one than its name.
+        Some(transport) if !asked.ends_with(transport.as_str()) => format!("{asked} ({transport})"),
         _ => asked,
     };
     vec![prompt_tokens.to_string(), concurrency.to_string(), deployment]

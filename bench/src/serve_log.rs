@@ -26,11 +26,21 @@ pub fn transport(log: &str) -> Option<String> {
     field(line, "transport")
 }
 
-/// The size of a KV block, from the pool's.
-pub fn block_bytes(log: &str) -> Option<u64> {
+/// How large a KV block is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockSize {
+    pub tokens: u64,
+    pub bytes: u64,
+}
+
+/// The size of a KV block, from the whole cache's.
+pub fn block_size(log: &str) -> Option<BlockSize> {
     let line = log.lines().find(|line| line.contains(" model loaded "))?;
-    let number = |key| field(line, key)?.parse::<u64>().ok();
-    number("kv_bytes")?.checked_div(number("kv_blocks")?)
+    let per_block = |key| {
+        let number = |key| field(line, key)?.parse::<u64>().ok();
+        number(key)?.checked_div(number("kv_blocks")?).filter(|&size| size > 0)
+    };
+    Some(BlockSize { tokens: per_block("kv_tokens")?, bytes: per_block("kv_bytes")? })
 }
 
 fn handoff(line: &str) -> Option<Handoff> {
@@ -88,7 +98,7 @@ mod tests {
     fn the_size_of_a_block_is_that_of_the_pool_shared_out() {
         let log =
             "INFO server::worker: model loaded model=/m kv_blocks=43690 kv_tokens=699040 kv_bytes=1073725440";
-        assert_eq!(block_bytes(log), Some(24_576));
-        assert_eq!(block_bytes(""), None);
+        assert_eq!(block_size(log), Some(BlockSize { tokens: 16, bytes: 24_576 }));
+        assert_eq!(block_size(""), None);
     }
 }

@@ -32,16 +32,16 @@ pub struct Args {
     #[arg(long, value_name = "PATH|ID|demo", default_value = "demo")]
     pub model: String,
     /// Prompt lengths, in tokens.
-    #[arg(long, value_name = "N,...", value_delimiter = ',', default_values_t = [256, 1024], value_parser = at_least::<1>)]
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "256,1024", value_parser = at_least::<1>)]
     prompt_tokens: Vec<usize>,
     /// Tokens of each answer; the second one is the first that needs the handoff.
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = at_least::<2>)]
     pub output_tokens: usize,
     /// Clients that send requests at the same time, each its next when the last is answered.
-    #[arg(long, value_name = "N,...", value_delimiter = ',', default_values_t = [1, 4], value_parser = at_least::<1>)]
+    #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "1,4", value_parser = at_least::<1>)]
     concurrency: Vec<usize>,
     /// Requests for each prompt length and concurrency in a repeat; at least one for each client.
-    #[arg(long, value_name = "N", default_value_t = 8, value_parser = at_least::<1>)]
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = at_least::<1>)]
     pub requests: usize,
     /// How often everything is measured.
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = at_least::<1>)]
@@ -109,7 +109,7 @@ pub async fn run(args: Args) -> Result<()> {
     let mut runs = Vec::new();
     for repeat in 0..args.repeats {
         for shape in args.shapes() {
-            eprint!("repeat {}/{}  {:<8}", repeat + 1, args.repeats, shape.to_string());
+            eprint!("repeat {}/{}  {:<13}", repeat + 1, args.repeats, shape.to_string());
             let started = Instant::now();
             let mut deployment = launcher.start(shape).await?;
             eprint!("  ready after {:.1} s  ", started.elapsed().as_secs_f64());

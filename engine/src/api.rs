@@ -4,6 +4,8 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
+use crate::handoff::{PrefillTiming, Totals};
+
 /// A row of the vocabulary.
 pub type TokenId = u32;
 
@@ -18,6 +20,21 @@ pub struct SamplingParams {
     pub top_k: Option<u32>,
     /// Keep the smallest set of tokens whose probabilities sum to at least this; 1 keeps all.
     pub top_p: f32,
+    /// Drop tokens whose probability is below this share of the likeliest one's; 0 drops none.
+    pub min_p: f32,
+    /// Divides (or multiplies, if negative) the logits of tokens in prompt and answer so far; 1 changes nothing
+    /// (Keskar et al. 2019).
+    pub repetition_penalty: f32,
+    /// Taken off the logits of tokens that are in the answer already.
+    pub presence_penalty: f32,
+    /// Taken off the logits of tokens in the answer, once for each time they are.
+    pub frequency_penalty: f32,
+    /// Added to single tokens' logits. Each id once.
+    pub logit_bias: Vec<(TokenId, f32)>,
+    /// End-of-sequence and stop tokens are not sampled before the answer has this many tokens.
+    pub min_tokens: usize,
+    /// Report each token's log-probability and those of this many likeliest tokens.
+    pub logprobs: Option<u32>,
     /// Same seed, same text. `None`: the engine draws one when it takes the request.
     pub seed: Option<u64>,
     /// Tokens to generate at most.
@@ -34,11 +51,25 @@ impl Default for SamplingParams {
             temperature: 0.0,
             top_k: None,
             top_p: 1.0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            logit_bias: Vec::new(),
+            min_tokens: 0,
+            logprobs: None,
             seed: None,
             max_tokens: 16,
             ignore_eos: false,
             stop_token_ids: Vec::new(),
         }
+    }
+}
+
+impl SamplingParams {
+    /// Whether the tokens so far change the logits.
+    pub fn has_penalties(&self) -> bool {
+        self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
     }
 }
 
@@ -56,6 +87,14 @@ pub struct GenerateRequest {
     pub arrival: Instant,
     /// The request ends with an error after this long.
     pub timeout: Duration,
+}
+
+/// How likely the model found a token: natural logarithms of the plain softmax, before temperature, penalties and bias.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Logprobs {
+    pub logprob: f32,
+    /// The likeliest tokens, likeliest first; as many as were asked for.
+    pub top: Vec<(TokenId, f32)>,
 }
 
 /// Why a sequence ended.
@@ -78,14 +117,25 @@ impl FinishReason {
     }
 }
 
-/// Where the time of a request went. Durations since its arrival.
+/// Where the time of a request went. Durations since its arrival; `None` for what did not happen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Timeline {
+    /// The first step with tokens of this request, here.
     pub scheduled: Option<Duration>,
+    /// The prompt was offered to a prefill worker.
+    pub ticket_opened: Option<Duration>,
+    /// The prefill worker was told where to write.
+    pub granted: Option<Duration>,
     pub first_token: Option<Duration>,
-    /// When the transferred KV was complete; `None` when this process computed the prompt.
+    /// The transferred KV was complete.
     pub kv_received: Option<Duration>,
     pub last_token: Option<Duration>,
+    /// How often the request lost its blocks and started again.
+    pub preemptions: u32,
+    /// What the prefill worker said of its part.
+    pub prefill: Option<PrefillTiming>,
+    /// What was transferred.
+    pub transfer: Option<Totals>,
 }
 
 /// The part of an answer known when the request is over.
@@ -104,7 +154,11 @@ pub struct Usage {
 pub enum Output {
     /// One more token. An end-of-sequence or stop token is not sent; it shows as `Finished { reason: Stop }`
     /// (it counts in `usage.completion_tokens`). `cached_tokens` is known with the first token.
-    Token { id: TokenId, cached_tokens: usize },
+    Token {
+        id: TokenId,
+        cached_tokens: usize,
+        logprobs: Option<Box<Logprobs>>,
+    },
     Finished {
         reason: FinishReason,
         /// The stop token that ended it, if one of `stop_token_ids` did.
@@ -122,9 +176,13 @@ pub enum RequestError {
     EmptyPrompt,
     #[error("token id {id} is out of range: the vocabulary has {vocab_size} rows")]
     TokenOutOfRange { id: TokenId, vocab_size: usize },
-    #[error("the prompt has {prompt} tokens, but the model's maximum length is {max_model_len} tokens and at least one is needed for the answer")]
+    #[error(
+        "the prompt has {prompt} tokens, but the model's maximum length is {max_model_len} tokens and at least one is needed for the answer"
+    )]
     PromptTooLong { prompt: usize, max_model_len: usize },
-    #[error("the prompt has {prompt} tokens and needs {needed} KV cache blocks, but this worker has {capacity} blocks of {block_size} tokens")]
+    #[error(
+        "the prompt has {prompt} tokens and needs {needed} KV cache blocks, but this worker has {capacity} blocks of {block_size} tokens"
+    )]
     PromptNeverFits { prompt: usize, needed: usize, capacity: usize, block_size: usize },
     #[error("{field} is {value}, expected {expected}")]
     BadParameter { field: &'static str, value: String, expected: &'static str },

@@ -23,14 +23,24 @@ pub enum Event {
     Abort(RequestId),
     /// A link stands and the transport knows the peer. Messages to it go into `outbox`, which is bounded by the
     /// protocol: a few messages a ticket.
-    PeerUp { peer: PeerId, role: PeerRole, outbox: UnboundedSender<PeerMessage> },
+    PeerUp {
+        peer: PeerId,
+        role: PeerRole,
+        outbox: UnboundedSender<PeerMessage>,
+    },
     /// The link is lost. The peer may still write into granted blocks.
     PeerDown(PeerId),
     /// Nothing of this peer can write any more: its process is dead, or it said so in a new handshake.
     PeerGone(PeerId),
     /// Answer when no ticket of this peer is left here.
-    AwaitIdle { peer: PeerId, reply: oneshot::Sender<()> },
-    Message { peer: PeerId, message: PeerMessage },
+    AwaitIdle {
+        peer: PeerId,
+        reply: oneshot::Sender<()>,
+    },
+    Message {
+        peer: PeerId,
+        message: PeerMessage,
+    },
     Transfer(DriverEvent),
     ResetPrefixCache,
     /// End the thread; running requests fail.

@@ -10,6 +10,9 @@ use crate::api::{GenerateRequest, Output, RequestError, TokenId};
 use crate::event::Event;
 use crate::metrics::Metrics;
 
+/// As many alternatives as OpenAI and vLLM give; each costs a place in every token's event.
+pub const MAX_LOGPROBS: u32 = 20;
+
 /// Names one request inside one engine; never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RequestId(pub u64);
@@ -191,6 +194,31 @@ impl crate::api::SamplingParams {
         }
         if !(self.top_p > 0.0 && self.top_p <= 1.0) {
             return bad("top_p", self.top_p.to_string(), "a number in (0, 1]");
+        }
+        if !(0.0..=1.0).contains(&self.min_p) {
+            return bad("min_p", self.min_p.to_string(), "a number in [0, 1]");
+        }
+        if !(self.repetition_penalty > 0.0 && self.repetition_penalty.is_finite()) {
+            return bad("repetition_penalty", self.repetition_penalty.to_string(), "a number above 0");
+        }
+        for (field, value) in
+            [("presence_penalty", self.presence_penalty), ("frequency_penalty", self.frequency_penalty)]
+        {
+            if !(-2.0..=2.0).contains(&value) {
+                return bad(field, value.to_string(), "a number in [-2, 2]");
+            }
+        }
+        if let Some((id, bias)) = self.logit_bias.iter().find(|(_, bias)| !(-100.0..=100.0).contains(bias)) {
+            return bad("logit_bias", format!("{bias} for token {id}"), "numbers in [-100, 100]");
+        }
+        if let Some((id, _)) = self.logit_bias.iter().find(|(id, _)| *id as usize >= vocab_size) {
+            return bad("logit_bias", format!("token {id}"), "ids below the vocabulary size");
+        }
+        if self.min_tokens > self.max_tokens {
+            return bad("min_tokens", self.min_tokens.to_string(), "at most max_tokens");
+        }
+        if let Some(count) = self.logprobs.filter(|&count| count > MAX_LOGPROBS) {
+            return bad("logprobs", count.to_string(), "at most 20");
         }
         if self.max_tokens == 0 {
             return bad("max_tokens", "0".into(), "at least 1");

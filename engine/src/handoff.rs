@@ -17,7 +17,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::api::{SamplingParams, TokenId};
+use crate::api::{Logprobs, SamplingParams, TokenId};
 
 /// One handoff. Made by the decode worker, unique in its life and random in its upper half.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -39,26 +39,45 @@ pub enum ToPrefill {
         deadline_ms: u64,
     },
     /// `blocks[i]` of the decode worker's pool receives the prompt's block `first_block + i`; earlier blocks are cached there.
-    Grant { ticket: TicketId, first_block: u32, blocks: Vec<u32> },
-    Abort { ticket: TicketId },
+    Grant {
+        ticket: TicketId,
+        first_block: u32,
+        blocks: Vec<u32>,
+    },
+    Abort {
+        ticket: TicketId,
+    },
 }
 
 /// From prefill to decode.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ToDecode {
-    Ask { ticket: TicketId },
+    Ask {
+        ticket: TicketId,
+    },
     FirstToken {
         ticket: TicketId,
         token: TokenId,
         /// Prompt tokens that the prefill worker did not compute.
         cached_tokens: u32,
+        logprobs: Option<Box<Logprobs>>,
     },
     /// Everything is written: checked against what was granted and against the data path's notifications.
-    Complete { ticket: TicketId, totals: Totals, timing: PrefillTiming },
+    Complete {
+        ticket: TicketId,
+        totals: Totals,
+        timing: PrefillTiming,
+    },
     /// No KV will come. `clean`: no write of this ticket is under way, so the blocks may be used at once.
-    Failed { ticket: TicketId, reason: String, clean: bool },
+    Failed {
+        ticket: TicketId,
+        reason: String,
+        clean: bool,
+    },
     /// The answer to an abort, or to a first token that ended the request.
-    Ended { ticket: TicketId },
+    Ended {
+        ticket: TicketId,
+    },
 }
 
 /// What one ticket moved.

@@ -24,5 +24,7 @@ pub mod runner;
 pub mod sampler;
 pub mod service;
 
-pub use api::{FinishReason, GenerateRequest, Output, RequestError, SamplingParams, Timeline, TokenId, Usage};
+pub use api::{
+    FinishReason, GenerateRequest, Output, RequestError, SamplingParams, Timeline, TokenId, Usage,
+};
 pub use handle::{EngineHandle, EngineInfo, OutputStream, RequestId};

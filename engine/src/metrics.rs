@@ -5,7 +5,8 @@ use std::sync::Mutex;
 use std::time::Duration;
 
 use prometheus::{
-    Gauge, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
+    Gauge, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts,
+    Registry,
 };
 
 use crate::api::{FinishReason, RequestError, Timeline, Usage};
@@ -14,8 +15,8 @@ use crate::handoff::{PrefillTiming, Totals};
 
 /// vLLM's buckets for the time to the first token, in seconds.
 const TTFT: &[f64] = &[
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
-    640.0, 2560.0,
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+    80.0, 160.0, 640.0, 2560.0,
 ];
 /// vLLM's buckets for the time between tokens, in seconds.
 const ITL: &[f64] = &[
@@ -23,15 +24,14 @@ const ITL: &[f64] = &[
 ];
 /// vLLM's buckets for whole requests, in seconds.
 const LATENCY: &[f64] = &[
-    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
-    1920.0, 7680.0,
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
+    960.0, 1920.0, 7680.0,
 ];
 /// Transfers, in seconds.
 const TRANSFER: &[f64] =
     &[0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0];
-const DESCRIPTORS: &[f64] = &[
-    10.0, 20.0, 30.0, 50.0, 75.0, 100.0, 200.0, 400.0, 1000.0, 2000.0, 4000.0, 10000.0, 20000.0, 50000.0,
-];
+const DESCRIPTORS: &[f64] =
+    &[10.0, 20.0, 30.0, 50.0, 75.0, 100.0, 200.0, 400.0, 1000.0, 2000.0, 4000.0, 10000.0, 20000.0, 50000.0];
 /// Token counts: 1, 2, 5, 10 ... as vLLM builds them.
 const TOKENS: &[f64] = &[
     1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0, 10000.0, 20000.0, 50000.0,
@@ -86,32 +86,60 @@ impl Metrics {
             ("model_name".to_owned(), model_name.to_owned()),
             ("engine".to_owned(), "0".to_owned()),
         ]);
-        let registry = Registry::new_custom(None, Some(labels)).expect("a name and an engine are valid labels");
+        let registry =
+            Registry::new_custom(None, Some(labels)).expect("a name and an engine are valid labels");
         let r = &registry;
         let counters =
             MIRRORED.iter().map(|(name, help)| (*name, register(r, IntCounter::new(*name, *help)))).collect();
         Self {
-            running: register(r, IntGauge::new("vllm:num_requests_running", "Requests that hold a running slot.")),
+            running: register(
+                r,
+                IntGauge::new("vllm:num_requests_running", "Requests that hold a running slot."),
+            ),
             waiting: register(r, IntGauge::new("vllm:num_requests_waiting", "Requests in the queue.")),
-            waiting_by_reason: register(r, IntGaugeVec::new(
-                Opts::new("vllm:num_requests_waiting_by_reason", "Queue by reason; deferred waits for remote KV."),
-                &["reason"],
-            )),
-            kv_usage: register(r, Gauge::new("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")),
-            blocks: register(r, IntGaugeVec::new(Opts::new("kvferry:kv_blocks", "KV blocks by state."), &["state"])),
+            waiting_by_reason: register(
+                r,
+                IntGaugeVec::new(
+                    Opts::new(
+                        "vllm:num_requests_waiting_by_reason",
+                        "Queue by reason; deferred waits for remote KV.",
+                    ),
+                    &["reason"],
+                ),
+            ),
+            kv_usage: register(
+                r,
+                Gauge::new("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1."),
+            ),
+            blocks: register(
+                r,
+                IntGaugeVec::new(Opts::new("kvferry:kv_blocks", "KV blocks by state."), &["state"]),
+            ),
             counters,
-            prompt_by_source: register(r, IntCounterVec::new(
-                Opts::new("vllm:prompt_tokens_by_source_total", "Prompt tokens by where their KV came from."),
-                &["source"],
-            )),
-            success: register(r, IntCounterVec::new(
-                Opts::new("vllm:request_success_total", "Requests that ended as they should."),
-                &["finished_reason"],
-            )),
-            failed: register(r, IntCounterVec::new(
-                Opts::new("kvferry:request_failure_total", "Requests refused or failed."),
-                &["error"],
-            )),
+            prompt_by_source: register(
+                r,
+                IntCounterVec::new(
+                    Opts::new(
+                        "vllm:prompt_tokens_by_source_total",
+                        "Prompt tokens by where their KV came from.",
+                    ),
+                    &["source"],
+                ),
+            ),
+            success: register(
+                r,
+                IntCounterVec::new(
+                    Opts::new("vllm:request_success_total", "Requests that ended as they should."),
+                    &["finished_reason"],
+                ),
+            ),
+            failed: register(
+                r,
+                IntCounterVec::new(
+                    Opts::new("kvferry:request_failure_total", "Requests refused or failed."),
+                    &["error"],
+                ),
+            ),
             ttft: histogram(r, "vllm:time_to_first_token_seconds", "Arrival to first token.", TTFT),
             itl: histogram(r, "vllm:inter_token_latency_seconds", "Between two tokens of a request.", ITL),
             e2e: histogram(r, "vllm:e2e_request_latency_seconds", "Arrival to last token.", LATENCY),
@@ -120,12 +148,26 @@ impl Metrics {
             decode: histogram(r, "vllm:request_decode_time_seconds", "First to last token.", LATENCY),
             prompt_tokens: histogram(r, "vllm:request_prompt_tokens", "Prompt tokens of a request.", TOKENS),
             generation_tokens: histogram(r, "vllm:request_generation_tokens", "Tokens of an answer.", TOKENS),
-            transfer_seconds: register(r, HistogramVec::new(
-                HistogramOpts::new("kvferry:kv_transfer_seconds", "Stages of a handoff.").buckets(TRANSFER.to_vec()),
-                &["stage"],
-            )),
-            transfer_bytes: histogram(r, "vllm:nixl_bytes_transferred", "Bytes of a handoff.", &bytes_buckets()),
-            transfer_descriptors: histogram(r, "vllm:nixl_num_descriptors", "Descriptors of a handoff.", DESCRIPTORS),
+            transfer_seconds: register(
+                r,
+                HistogramVec::new(
+                    HistogramOpts::new("kvferry:kv_transfer_seconds", "Stages of a handoff.")
+                        .buckets(TRANSFER.to_vec()),
+                    &["stage"],
+                ),
+            ),
+            transfer_bytes: histogram(
+                r,
+                "vllm:nixl_bytes_transferred",
+                "Bytes of a handoff.",
+                &bytes_buckets(),
+            ),
+            transfer_descriptors: histogram(
+                r,
+                "vllm:nixl_num_descriptors",
+                "Descriptors of a handoff.",
+                DESCRIPTORS,
+            ),
             seen: Mutex::new(Counters::default()),
             registry,
         }
@@ -150,7 +192,8 @@ impl Metrics {
         self.success.with_label_values(&[reason.as_str()]).inc();
         self.prompt_tokens.observe(usage.prompt_tokens as f64);
         self.generation_tokens.observe(usage.completion_tokens as f64);
-        let (first, last) = (timeline.first_token.unwrap_or_default(), timeline.last_token.unwrap_or_default());
+        let (first, last) =
+            (timeline.first_token.unwrap_or_default(), timeline.last_token.unwrap_or_default());
         self.e2e.observe(last.as_secs_f64());
         self.decode.observe(last.saturating_sub(first).as_secs_f64());
         if let Some(scheduled) = timeline.scheduled {
@@ -201,8 +244,10 @@ impl Metrics {
     }
 
     fn sync_counters(&self, now: Counters) {
-        let seen = std::mem::replace(&mut *self.seen.lock().unwrap_or_else(|poisoned| poisoned.into_inner()), now);
-        let prompt = |c: &Counters| c.prompt_tokens_computed + c.prompt_tokens_cached + c.prompt_tokens_transferred;
+        let seen =
+            std::mem::replace(&mut *self.seen.lock().unwrap_or_else(|poisoned| poisoned.into_inner()), now);
+        let prompt =
+            |c: &Counters| c.prompt_tokens_computed + c.prompt_tokens_cached + c.prompt_tokens_transferred;
         for (name, now, seen) in [
             ("vllm:prefix_cache_queries_total", now.prefix_queries, seen.prefix_queries),
             ("vllm:prefix_cache_hits_total", now.prefix_hits, seen.prefix_hits),
@@ -244,7 +289,10 @@ fn histogram(registry: &Registry, name: &str, help: &str, buckets: &[f64]) -> Hi
 }
 
 /// Registers a metric of ours; names are constants, so a clash is a bug.
-fn register<C: prometheus::core::Collector + Clone + 'static>(registry: &Registry, metric: prometheus::Result<C>) -> C {
+fn register<C: prometheus::core::Collector + Clone + 'static>(
+    registry: &Registry,
+    metric: prometheus::Result<C>,
+) -> C {
     let metric = metric.expect("metric names and labels are constants. This is a bug.");
     registry.register(Box::new(metric.clone())).expect("each metric is registered once. This is a bug.");
     metric

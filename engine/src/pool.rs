@@ -75,7 +75,8 @@ pub struct BlockPool {
 
 impl BlockPool {
     pub fn new(num_blocks: usize) -> Self {
-        let block = |_| Block { state: State::Reusable, holders: 0, content: None, previous: None, next: None };
+        let block =
+            |_| Block { state: State::Reusable, holders: 0, content: None, previous: None, next: None };
         let mut pool = Self {
             blocks: (0..num_blocks).map(block).collect(),
             names: HashMap::new(),
@@ -123,7 +124,11 @@ impl BlockPool {
             self.set_held(id, Holder::Running);
         }
         let block = &mut self.blocks[id.0 as usize];
-        assert!(block.state == State::Held(Holder::Running), "{id:?} is {:?}, not shareable. This is a bug.", block.state);
+        assert!(
+            block.state == State::Held(Holder::Running),
+            "{id:?} is {:?}, not shareable. This is a bug.",
+            block.state
+        );
         block.holders += 1;
     }
 
@@ -160,7 +165,11 @@ impl BlockPool {
     /// Makes a running block's content findable. If the same content is cached in another block, that one stays.
     pub fn seal(&mut self, id: BlockId, parent: BlockHash, hash: BlockHash, tokens: &[TokenId]) {
         let block = &mut self.blocks[id.0 as usize];
-        assert!(block.state == State::Held(Holder::Running), "sealing {id:?}, {:?}. This is a bug.", block.state);
+        assert!(
+            block.state == State::Held(Holder::Running),
+            "sealing {id:?}, {:?}. This is a bug.",
+            block.state
+        );
         if block.content.is_none() && !self.names.contains_key(&hash) {
             block.content = Some(Content { hash, parent, tokens: tokens.into() });
             self.names.insert(hash, id);
@@ -221,7 +230,11 @@ impl BlockPool {
                 State::Held(Holder::Ticketed) => recount.ticketed += 1,
                 State::Held(Holder::Quarantined) => recount.quarantined += 1,
             }
-            assert_eq!(block.holders == 0, block.state == State::Reusable, "holders and state differ: {block:?}");
+            assert_eq!(
+                block.holders == 0,
+                block.state == State::Reusable,
+                "holders and state differ: {block:?}"
+            );
         }
         assert_eq!(recount, self.account, "the account differs from the blocks");
         assert_eq!(recount.sum(), self.capacity(), "the account does not add up");

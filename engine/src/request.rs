@@ -198,7 +198,8 @@ impl Request {
         if self.num_generated() == 0 {
             return None;
         }
-        if self.sampling.stop_token_ids.contains(&last) || (!self.sampling.ignore_eos && eos.contains(&last)) {
+        if self.sampling.stop_token_ids.contains(&last) || (!self.sampling.ignore_eos && eos.contains(&last))
+        {
             return Some(FinishReason::Stop);
         }
         let full = self.num_generated() >= self.sampling.max_tokens || self.tokens.len() >= max_model_len;

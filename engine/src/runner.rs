@@ -5,16 +5,15 @@ use std::sync::Arc;
 use kernels::KvPool;
 use models::qwen::{Batch, Qwen};
 
-use crate::api::TokenId;
 use crate::core::Plan;
-use crate::sampler::Vocabulary;
+use crate::sampler::{Sampled, Vocabulary};
 
 /// Computes steps. The engine's thread is the only caller.
 pub trait Runner: Send {
     /// Writes the KV of the plan's tokens and returns one token (or why there is none) for each of `plan.samples`.
     ///
     /// Errors: the step failed as a whole; its KV must not be used.
-    fn run(&mut self, plan: &Plan) -> Result<Vec<Result<TokenId, String>>, String>;
+    fn run(&mut self, plan: &Plan) -> Result<Vec<Result<Sampled, String>>, String>;
 }
 
 /// A model on its device, with the pool that holds its KV.
@@ -31,19 +30,18 @@ impl ModelRunner {
 }
 
 impl Runner for ModelRunner {
-    fn run(&mut self, plan: &Plan) -> Result<Vec<Result<TokenId, String>>, String> {
+    fn run(&mut self, plan: &Plan) -> Result<Vec<Result<Sampled, String>>, String> {
         let batch = Batch {
             tokens: plan.tokens.clone(),
             meta: Arc::new(plan.meta.clone()),
             logits_rows: plan.samples.iter().map(|sample| sample.row).collect(),
         };
-        let forward = || -> candle_core::Result<Vec<Vec<f32>>> {
-            self.model.forward(&batch, &self.pool)?.map_or(Ok(Vec::new()), |logits| logits.to_vec2())
+        let forward = || -> candle_core::Result<Option<Vec<f32>>> {
+            let logits = self.model.forward(&batch, &self.pool)?;
+            logits.map(|logits| logits.flatten_all()?.to_vec1()).transpose()
         };
-        let logits = forward().map_err(|error| error.to_string())?;
-        let sample = |(row, sample): (&Vec<f32>, &crate::core::SampleRow)| {
-            self.vocabulary.sample(row, &sample.params, sample.seed, sample.index)
-        };
-        Ok(logits.iter().zip(&plan.samples).map(sample).collect())
+        let mut logits = forward().map_err(|error| error.to_string())?.unwrap_or_default();
+        let rows = logits.chunks_exact_mut(self.vocabulary.size());
+        Ok(rows.zip(&plan.samples).map(|(row, sample)| self.vocabulary.sample(row, sample)).collect())
     }
 }

@@ -126,7 +126,10 @@ impl Service {
         if let Err(panic) = outcome {
             // Dropping the streams tells every client; the process's owner sees the thread end.
             let text = panic.downcast_ref::<String>().map(String::as_str);
-            tracing::error!(panic = text.or(panic.downcast_ref::<&str>().copied()), "the engine's thread panicked");
+            tracing::error!(
+                panic = text.or(panic.downcast_ref::<&str>().copied()),
+                "the engine's thread panicked"
+            );
         }
     }
 
@@ -194,8 +197,12 @@ impl Service {
                 Input::PeerGone(peer)
             }
             Event::AwaitIdle { peer, reply } => return self.idle_waiters.push((peer, reply)),
-            Event::Message { peer, message: PeerMessage::ToPrefill(message) } => Input::FromDecode(peer, message),
-            Event::Message { peer, message: PeerMessage::ToDecode(message) } => Input::FromPrefill(peer, message),
+            Event::Message { peer, message: PeerMessage::ToPrefill(message) } => {
+                Input::FromDecode(peer, message)
+            }
+            Event::Message { peer, message: PeerMessage::ToDecode(message) } => {
+                Input::FromPrefill(peer, message)
+            }
             Event::Transfer(event) => match self.transfer_input(event) {
                 Some(input) => input,
                 None => return,

@@ -32,7 +32,12 @@ fn f32_logits_are_those_of_transformers_whatever_the_chunks() {
             for chunk in [prompt.input_ids.len(), 64, 16, 7] {
                 let logits = bench.prompt(&prompt.input_ids, chunk).unwrap();
                 let difference = max_difference(logits.last().unwrap(), &prompt.last_logits);
-                assert!(difference <= 1e-3, "{} {} in chunks of {chunk}: {difference}", dir.display(), prompt.name);
+                assert!(
+                    difference <= 1e-3,
+                    "{} {} in chunks of {chunk}: {difference}",
+                    dir.display(),
+                    prompt.name
+                );
                 let argmaxes: Vec<u32> = logits.iter().map(|row| argmax(row)).collect();
                 assert_eq!(argmaxes, prompt.argmax, "{} {} in chunks of {chunk}", dir.display(), prompt.name);
             }

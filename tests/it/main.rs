@@ -1,3 +1,2 @@
-
 mod golden;
 mod oracle;

@@ -56,13 +56,15 @@ fn random_checkpoints_give_the_logits_of_candle_transformers() {
         let config: Config = serde_json::from_value(config).unwrap();
         let files = [dir.path().join("model.safetensors")];
         // SAFETY: the file was written by this test and nobody changes it.
-        let weights = unsafe { VarBuilder::from_mmaped_safetensors(&files, DType::F32, &Device::Cpu) }.unwrap();
+        let weights =
+            unsafe { VarBuilder::from_mmaped_safetensors(&files, DType::F32, &Device::Cpu) }.unwrap();
         let bench = Bench::load(dir.path(), ComputeDtype::Stored, KvDtype::F32, 300).unwrap();
         for len in [1, 15, 16, 17, 100, 260] {
             let tokens: Vec<u32> = (0..len).map(|_| rng.random_range(0..101)).collect();
             let mut oracle = ModelForCausalLM::new(&config, weights.clone()).unwrap();
             let input = Tensor::from_slice(&tokens, (1, len), &Device::Cpu).unwrap();
-            let expected = oracle.forward(&input, 0).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            let expected =
+                oracle.forward(&input, 0).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
             let ours = bench.prompt(&tokens, 33).unwrap();
             let difference = max_difference(ours.last().unwrap(), &expected);
             assert!(difference <= 1e-3, "{shape:?}, {len} tokens: {difference}");

@@ -37,7 +37,8 @@ pub struct Prompt {
 
 impl Golden {
     pub fn load(path: &Path) -> Result<Self> {
-        let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+        let text =
+            std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
         serde_json::from_str(&text).with_context(|| format!("{} is not a golden file", path.display()))
     }
 }
@@ -67,7 +68,8 @@ impl Bench {
         let blocks = max_len.div_ceil(BLOCK_SIZE) as u32;
         let pool = Arc::new(KvPool::new(layout, blocks as usize + 1)?);
         // Odd blocks downwards, then even ones upwards: neighbours in the sequence are not neighbours in the pool.
-        let table = (0..=blocks).rev().filter(|b| b % 2 == 1).chain((0..=blocks).filter(|b| b % 2 == 0)).collect();
+        let table =
+            (0..=blocks).rev().filter(|b| b % 2 == 1).chain((0..=blocks).filter(|b| b % 2 == 0)).collect();
         Ok(Self { model, pool, table, vocab_size: config.vocab_size })
     }
 

@@ -3,15 +3,16 @@
 use std::time::Duration;
 
 use super::{Core, Effect, Plan};
-use crate::api::{FinishReason, Output, RequestError, TokenId};
+use crate::api::{FinishReason, Output, RequestError};
 use crate::handle::RequestId;
 use crate::request::{Origin, State};
+use crate::sampler::Sampled;
 
 impl Core {
     /// Takes the results of `plan`: one sampled token for each of its `samples`, in order.
     ///
     /// Panics if the counts differ, which is a bug of the runner.
-    pub fn commit(&mut self, plan: &Plan, sampled: Vec<Result<TokenId, String>>, now: Duration) {
+    pub fn commit(&mut self, plan: &Plan, sampled: Vec<Result<Sampled, String>>, now: Duration) {
         assert_eq!(plan.samples.len(), sampled.len(), "a token for each sampled row. This is a bug.");
         self.counters.steps += 1;
         self.counters.step_tokens += plan.tokens.len() as u64;
@@ -23,7 +24,9 @@ impl Core {
                 continue;
             }
             match sampled.next().expect("counted above. This is a bug.") {
-                Ok(token) if self.requests[&item.id].push().is_some() => self.first_token_for(item.id, token, now),
+                Ok(token) if self.requests[&item.id].push().is_some() => {
+                    self.first_token_for(item.id, token, now)
+                }
                 Ok(token) => self.emit(item.id, token, now),
                 Err(error) => self.fail(item.id, RequestError::Internal(error)),
             }
@@ -62,18 +65,21 @@ impl Core {
     }
 
     /// One more token of a client's request.
-    pub(super) fn emit(&mut self, id: RequestId, token: TokenId, now: Duration) {
+    pub(super) fn emit(&mut self, id: RequestId, sampled: Sampled, now: Duration) {
         self.counters.generated_tokens += 1;
         let max_model_len = self.config.max_model_len;
         let request = self.requests.get_mut(&id).expect("looked up by the caller. This is a bug.");
-        request.tokens.push(token);
+        request.tokens.push(sampled.token);
         let since = now.saturating_sub(request.arrival);
         request.timeline.first_token.get_or_insert(since);
         request.timeline.last_token = Some(since);
         let finish = request.finish(&self.config.eos, max_model_len);
         if finish != Some(FinishReason::Stop) {
             let cached_tokens = request.cached_tokens.unwrap_or(0);
-            self.effects.push(Effect::Output(id, Output::Token { id: token, cached_tokens }));
+            self.effects.push(Effect::Output(
+                id,
+                Output::Token { id: sampled.token, cached_tokens, logprobs: sampled.logprobs },
+            ));
         }
         if let Some(reason) = finish {
             self.finish(id, reason, now);
@@ -85,7 +91,8 @@ impl Core {
         let request = &self.requests[&id];
         debug_assert!(matches!(request.origin, Origin::Client) && request.state != State::Pushing);
         let last = request.tokens[request.tokens.len() - 1];
-        let stop_token = (reason == FinishReason::Stop && request.sampling.stop_token_ids.contains(&last)).then_some(last);
+        let stop_token =
+            (reason == FinishReason::Stop && request.sampling.stop_token_ids.contains(&last)).then_some(last);
         let mut timeline = request.timeline;
         timeline.last_token.get_or_insert(now.saturating_sub(request.arrival));
         let usage = self.usage(request);

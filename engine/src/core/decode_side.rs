@@ -10,6 +10,7 @@ use crate::handle::RequestId;
 use crate::handoff::{PeerMessage, PrefillTiming, TicketId, ToDecode, ToPrefill, Totals, WriteNote};
 use crate::pool::{BlockId, Holder};
 use crate::request::{Remote, State};
+use crate::sampler::Sampled;
 
 impl Core {
     /// Sends a new request's prompt to the least loaded prefill worker. False if it is better, or only possible, here:
@@ -22,7 +23,8 @@ impl Core {
         if cached > 0 && self.requests[&id].prompt_len - cached <= self.config.block_size {
             return false;
         }
-        let (&peer, load) = self.prefill_peers.iter_mut().min_by_key(|(_, load)| **load).expect("not empty, seen above");
+        let (&peer, load) =
+            self.prefill_peers.iter_mut().min_by_key(|(_, load)| **load).expect("not empty, seen above");
         *load += 1;
         let ticket = TicketId(self.next_ticket);
         self.next_ticket = self.next_ticket.wrapping_add(1);
@@ -30,8 +32,15 @@ impl Core {
         self.tickets.insert(ticket, id);
         let request = self.request(id);
         request.state = State::Remote;
-        request.remote =
-            Some(Remote { peer, ticket, granted_from: None, complete: None, notified: 0, notified_blocks: 0 });
+        request.timeline.ticket_opened = Some(now.saturating_sub(request.arrival));
+        request.remote = Some(Remote {
+            peer,
+            ticket,
+            granted_from: None,
+            complete: None,
+            notified: 0,
+            notified_blocks: 0,
+        });
         let open = ToPrefill::Open {
             ticket,
             request_id: request.request_id.clone(),
@@ -45,7 +54,7 @@ impl Core {
         true
     }
 
-    pub(super) fn from_prefill(&mut self, peer: PeerId, message: ToDecode, now: Duration) {
+    pub(super) fn prefill_says(&mut self, peer: PeerId, message: ToDecode, now: Duration) {
         let ticket = match &message {
             ToDecode::Ask { ticket }
             | ToDecode::FirstToken { ticket, .. }
@@ -59,7 +68,7 @@ impl Core {
         };
         match message {
             ToDecode::Ask { .. } => self.ungranted.push_back(id),
-            ToDecode::FirstToken { token, cached_tokens, .. } => {
+            ToDecode::FirstToken { token, cached_tokens, logprobs, .. } => {
                 let request = self.request(id);
                 if request.num_generated() > 0 {
                     self.counters.stale_messages += 1;
@@ -68,7 +77,7 @@ impl Core {
                 request.cached_tokens = Some(cached_tokens as usize);
                 self.counters.prompt_tokens_cached += u64::from(cached_tokens);
                 self.dequeued(id);
-                self.emit(id, token, now);
+                self.emit(id, Sampled { token, logprobs }, now);
             }
             ToDecode::Complete { totals, timing, .. } => self.complete(id, totals, timing, now),
             ToDecode::Failed { reason, clean, .. } => self.remote_failed(id, &reason, clean),
@@ -84,19 +93,23 @@ impl Core {
     }
 
     /// Grants blocks to tickets that asked, in order, as far as there are blocks.
-    pub(super) fn grant_waiting(&mut self) {
+    pub(super) fn grant_waiting(&mut self, now: Duration) {
         while let Some(&id) = self.ungranted.front() {
             let Some(cached_blocks) = self.take_blocks_for_prompt(id) else { break };
             self.ungranted.pop_front();
             self.count_lookup(self.requests[&id].prompt_len, cached_blocks * self.config.block_size);
             let prompt_blocks = self.blocks_for(self.requests[&id].prompt_len);
             let request = self.request(id);
+            request.timeline.granted = Some(now.saturating_sub(request.arrival));
             let remote = request.remote.as_mut().expect("only tickets ask. This is a bug.");
             remote.granted_from = Some(cached_blocks);
             let grant = ToPrefill::Grant {
                 ticket: remote.ticket,
                 first_block: cached_blocks as u32,
-                blocks: request.block_table[cached_blocks..prompt_blocks].iter().map(|block| block.0).collect(),
+                blocks: request.block_table[cached_blocks..prompt_blocks]
+                    .iter()
+                    .map(|block| block.0)
+                    .collect(),
             };
             let peer = remote.peer;
             self.effects.push(Effect::Send(peer, PeerMessage::ToPrefill(grant)));
@@ -140,7 +153,10 @@ impl Core {
         if (totals.blocks, totals.bytes) != expected || granted == 0 || generated == 0 {
             let reason = format!(
                 "the prefill worker says it wrote {} blocks ({} bytes), granted were {granted} ({} bytes), first token {}",
-                totals.blocks, totals.bytes, expected.1, if generated == 0 { "missing" } else { "here" },
+                totals.blocks,
+                totals.bytes,
+                expected.1,
+                if generated == 0 { "missing" } else { "here" },
             );
             return self.remote_failed(id, &reason, true);
         }
@@ -169,6 +185,8 @@ impl Core {
         request.num_computed = request.prompt_len;
         request.transferred_tokens = request.prompt_len - (from * block_size).min(request.prompt_len);
         request.timeline.kv_received = Some(now.saturating_sub(request.arrival));
+        request.timeline.prefill = Some(timing);
+        request.timeline.transfer = Some(totals);
         request.state = State::Ready;
         let transferred = request.transferred_tokens as u64;
         let request_id = request.request_id.clone();
@@ -275,7 +293,8 @@ impl Core {
     /// Nothing of this peer can write any more.
     pub(super) fn peer_gone(&mut self, peer: PeerId) {
         self.peer_down(peer);
-        let settled: Vec<_> = self.quarantine.iter().filter(|(_, (p, _))| *p == peer).map(|(t, _)| *t).collect();
+        let settled: Vec<_> =
+            self.quarantine.iter().filter(|(_, (p, _))| *p == peer).map(|(t, _)| *t).collect();
         settled.into_iter().for_each(|ticket| self.end_quarantine(ticket));
     }
 }

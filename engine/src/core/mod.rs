@@ -65,7 +65,10 @@ pub enum Input {
     FromDecode(PeerId, ToPrefill),
     FromPrefill(PeerId, ToDecode),
     /// A write posted for `id` is over.
-    Settled { id: RequestId, result: Result<Written, String> },
+    Settled {
+        id: RequestId,
+        result: Result<Written, String>,
+    },
     /// A notification on the data path.
     Notified(Vec<u8>),
     ResetPrefixCache,
@@ -98,13 +101,22 @@ pub enum Effect {
     /// The request left the queue (or never entered it): it no longer counts against the queue's limit.
     Dequeued(RequestId),
     Send(PeerId, PeerMessage),
-    Post { id: RequestId, peer: PeerId, spans: Vec<Span>, note: Vec<u8> },
+    Post {
+        id: RequestId,
+        peer: PeerId,
+        spans: Vec<Span>,
+        note: Vec<u8>,
+    },
     /// The peer failed us on the data path: close its link.
     DropPeer(PeerId),
     /// A ticket ended here with `Complete` (prefill side), for metrics and logs.
     Pushed(crate::handoff::Totals, crate::handoff::PrefillTiming),
     /// A ticket's KV is complete here (decode side).
-    Received { request_id: String, totals: crate::handoff::Totals, timing: crate::handoff::PrefillTiming },
+    Received {
+        request_id: String,
+        totals: crate::handoff::Totals,
+        timing: crate::handoff::PrefillTiming,
+    },
 }
 
 /// Events counted since the start.
@@ -187,8 +199,8 @@ impl Core {
             Input::PeerUp(_, PeerRole::Decode) => {}
             Input::PeerDown(peer) => self.peer_down(peer),
             Input::PeerGone(peer) => self.peer_gone(peer),
-            Input::FromDecode(peer, message) => self.from_decode(peer, message, now),
-            Input::FromPrefill(peer, message) => self.from_prefill(peer, message, now),
+            Input::FromDecode(peer, message) => self.decode_says(peer, message, now),
+            Input::FromPrefill(peer, message) => self.prefill_says(peer, message, now),
             Input::Settled { id, result } => self.settled(id, result, now),
             Input::Notified(bytes) => self.notified(&bytes, now),
             Input::ResetPrefixCache => self.pool.reset_cache(),
@@ -370,7 +382,10 @@ impl Core {
         for request in self.requests.values() {
             let covered = request.block_table.len() * self.config.block_size;
             assert!(request.num_computed <= covered, "{:?} computed beyond its blocks", request.id);
-            assert!(request.state != State::Waiting || request.block_table.is_empty(), "a waiting request holds blocks");
+            assert!(
+                request.state != State::Waiting || request.block_table.is_empty(),
+                "a waiting request holds blocks"
+            );
         }
         for id in self.waiting.iter().chain(&self.ready).chain(&self.running).chain(&self.ungranted) {
             assert!(self.requests.contains_key(id), "{id:?} is listed but gone");

@@ -9,18 +9,21 @@ use crate::api::TokenId;
 use crate::handle::RequestId;
 use crate::handoff::{PeerMessage, PrefillTiming, TicketId, ToDecode, ToPrefill, Totals, WriteNote};
 use crate::request::{Ending, Grant, NewRequest, Origin, Push, Request, State};
+use crate::sampler::Sampled;
 
 /// Ids of ticket requests have this bit, so that they cannot meet those of clients.
 const PUSH_IDS: u64 = 1 << 63;
 
 impl Core {
-    pub(super) fn from_decode(&mut self, peer: PeerId, message: ToPrefill, now: Duration) {
+    pub(super) fn decode_says(&mut self, peer: PeerId, message: ToPrefill, now: Duration) {
         match message {
             ToPrefill::Open { ticket, .. } if self.pushes.contains_key(&(peer, ticket)) => {
                 self.counters.stale_messages += 1;
             }
             ToPrefill::Open { .. } => self.open(peer, message, now),
-            ToPrefill::Grant { ticket, first_block, blocks } => self.granted(peer, ticket, first_block, blocks, now),
+            ToPrefill::Grant { ticket, first_block, blocks } => {
+                self.granted(peer, ticket, first_block, blocks, now)
+            }
             ToPrefill::Abort { ticket } => match self.pushes.get(&(peer, ticket)) {
                 Some(&id) => self.end_push(id, Ending::Ended),
                 // It ended before the abort arrived, and its last message is on the way.
@@ -30,7 +33,8 @@ impl Core {
     }
 
     fn open(&mut self, peer: PeerId, message: ToPrefill, now: Duration) {
-        let ToPrefill::Open { ticket, request_id, tokens, sampling, seed, cache_salt, deadline_ms } = message else {
+        let ToPrefill::Open { ticket, request_id, tokens, sampling, seed, cache_salt, deadline_ms } = message
+        else {
             unreachable!("called for Open only. This is a bug.");
         };
         if let Err(reason) = self.acceptable(&tokens) {
@@ -76,7 +80,10 @@ impl Core {
             return Err("the ticket has no tokens".into());
         }
         if prompt >= self.config.max_model_len {
-            return Err(format!("the prompt has {prompt} tokens, the prefill worker takes {} at most", self.config.max_model_len - 1));
+            return Err(format!(
+                "the prompt has {prompt} tokens, the prefill worker takes {} at most",
+                self.config.max_model_len - 1
+            ));
         }
         let needed = self.blocks_for(prompt);
         if needed > capacity {
@@ -106,7 +113,10 @@ impl Core {
             return;
         }
         if first_block + blocks.len() != total {
-            let reason = format!("granted {} blocks from block {first_block} on, the prompt has {total}", blocks.len());
+            let reason = format!(
+                "granted {} blocks from block {first_block} on, the prompt has {total}",
+                blocks.len()
+            );
             self.end_push(id, Ending::Failed(reason));
             return;
         }
@@ -121,7 +131,8 @@ impl Core {
         let (block_size, block_bytes) = (self.config.block_size, self.config.block_bytes);
         let request = self.request(id);
         let (computed, prompt_len) = (request.num_computed, request.prompt_len);
-        let done = if computed >= prompt_len { prompt_len.div_ceil(block_size) } else { computed / block_size };
+        let done =
+            if computed >= prompt_len { prompt_len.div_ceil(block_size) } else { computed / block_size };
         let table = request.block_table.clone();
         let Some(push) = request.push_mut() else { return };
         let Some(grant) = &push.grant else { return };
@@ -144,19 +155,24 @@ impl Core {
     }
 
     /// The prompt is computed. The token goes ahead of the KV; if it ends the request no KV is needed.
-    pub(super) fn first_token_for(&mut self, id: RequestId, token: TokenId, now: Duration) {
+    pub(super) fn first_token_for(&mut self, id: RequestId, sampled: Sampled, now: Duration) {
         self.running.retain(|other| *other != id);
         let (eos, max_model_len) = (self.config.eos.clone(), self.config.max_model_len);
         let request = self.request(id);
         request.state = State::Pushing;
         let cached_tokens = request.cached_tokens.unwrap_or(0) as u32;
         request.timeline.first_token = Some(now.saturating_sub(request.arrival));
-        request.tokens.push(token);
+        request.tokens.push(sampled.token);
         let ends = request.finish(&eos, max_model_len).is_some();
         request.tokens.pop();
         let push = request.push_mut().expect("called for tickets only. This is a bug.");
         push.first_token_at = Some(now);
-        let first = ToDecode::FirstToken { ticket: push.ticket, token, cached_tokens };
+        let first = ToDecode::FirstToken {
+            ticket: push.ticket,
+            token: sampled.token,
+            cached_tokens,
+            logprobs: sampled.logprobs,
+        };
         let peer = push.peer;
         self.effects.push(Effect::Send(peer, PeerMessage::ToDecode(first)));
         match ends {
@@ -207,7 +223,8 @@ impl Core {
     fn settle_push(&mut self, id: RequestId, now: Duration) {
         let request = &self.requests[&id];
         let push = request.push().expect("called for tickets only. This is a bug.");
-        let written = push.grant.as_ref().is_some_and(|grant| push.pushed == grant.first_block + grant.blocks.len());
+        let written =
+            push.grant.as_ref().is_some_and(|grant| push.pushed == grant.first_block + grant.blocks.len());
         if push.in_flight > 0 || request.state != State::Pushing || (push.ending.is_none() && !written) {
             return;
         }

@@ -8,7 +8,7 @@ use super::Core;
 use crate::api::{FinishReason, SamplingParams, TokenId};
 use crate::handle::RequestId;
 use crate::pool::{BlockId, Holder};
-use crate::request::{Origin, State};
+use crate::request::{Origin, Request, State};
 
 /// One step: which tokens of which requests, packed.
 #[derive(Clone, Debug, Default)]
@@ -37,6 +37,31 @@ pub struct SampleRow {
     pub seed: u64,
     /// Index of the token in the answer.
     pub index: u64,
+    /// Prompt and answer so far, where penalties need them; empty otherwise.
+    pub history: Vec<TokenId>,
+    /// Tokens of `history` that are the prompt.
+    pub prompt_len: usize,
+    /// Tokens that must not be sampled now: those that would end the answer below its least length.
+    pub suppressed: Vec<TokenId>,
+}
+
+impl SampleRow {
+    fn new(row: u32, request: &Request, eos: &[TokenId]) -> Self {
+        let params = request.sampling.clone();
+        let too_short = request.num_generated() < params.min_tokens;
+        Self {
+            row,
+            seed: request.seed,
+            index: request.num_generated() as u64,
+            history: if params.has_penalties() { request.tokens.clone() } else { Vec::new() },
+            prompt_len: request.prompt_len,
+            suppressed: match too_short {
+                true => eos.iter().chain(&params.stop_token_ids).copied().collect(),
+                false => Vec::new(),
+            },
+            params,
+        }
+    }
 }
 
 impl Core {
@@ -46,7 +71,7 @@ impl Core {
     /// prompts in the order of their admission, then to the queue.
     pub fn plan(&mut self, now: Duration) -> Option<Plan> {
         self.expire(now);
-        self.grant_waiting();
+        self.grant_waiting(now);
         let mut plan = Plan::default();
         let mut budget = self.config.max_batched_tokens;
         self.start_ready();
@@ -68,7 +93,7 @@ impl Core {
     fn plan_decodes(&mut self, plan: &mut Plan, budget: &mut usize, now: Duration) {
         for id in self.running.clone() {
             // Preempted meanwhile to make room for one before it.
-            let decodes = |request: &crate::request::Request| request.state == State::Running && request.remaining() == 1;
+            let decodes = |request: &Request| request.state == State::Running && request.remaining() == 1;
             if *budget == 0 || !self.requests.get(&id).is_some_and(decodes) {
                 continue;
             }
@@ -149,6 +174,7 @@ impl Core {
         let request = self.request(id);
         request.state = State::Waiting;
         request.num_computed = 0;
+        request.timeline.preemptions += 1;
         let table: Vec<BlockId> = std::mem::take(&mut request.block_table);
         self.pool.release_chain(&table);
         self.waiting.push_front(id);
@@ -163,12 +189,8 @@ impl Core {
         plan.meta.push(&table, start, len, block_size);
         let samples = end == request.tokens.len();
         if samples {
-            plan.samples.push(SampleRow {
-                row: plan.tokens.len() as u32 - 1,
-                params: request.sampling.clone(),
-                seed: request.seed,
-                index: request.num_generated() as u64,
-            });
+            let row = plan.tokens.len() as u32 - 1;
+            plan.samples.push(SampleRow::new(row, request, &self.config.eos));
         }
         plan.items.push(PlanItem { id, len, samples });
         *budget -= len;

@@ -16,6 +16,7 @@ use super::*;
 use crate::api::FinishReason;
 use crate::pool::Holder;
 use crate::request::Ending;
+use crate::sampler::Sampled;
 
 const EOS: TokenId = 2;
 const BLOCK: usize = 4;
@@ -99,7 +100,9 @@ impl Worker {
                 rows.push(self.memory[slot(position)]);
             }
         }
-        let sampled = plan.samples.iter().map(|sample| Ok(next_token(rows[sample.row as usize]))).collect();
+        let next =
+            |sample: &SampleRow| Sampled { token: next_token(rows[sample.row as usize]), logprobs: None };
+        let sampled = plan.samples.iter().map(|sample| Ok(next(sample))).collect();
         self.core.commit(&plan, sampled, self.now);
         true
     }
@@ -200,7 +203,9 @@ impl World {
                         self.to_d.push_back(message);
                     }
                     Effect::Send(..) => {}
-                    Effect::Post { id, peer, spans, note } => self.writes.push(Write { id, peer, spans, note }),
+                    Effect::Post { id, peer, spans, note } => {
+                        self.writes.push(Write { id, peer, spans, note })
+                    }
                     Effect::DropPeer(peer) if peer == self.peer && self.up => self.disconnect(),
                     Effect::DropPeer(_) | Effect::Pushed(..) | Effect::Received { .. } => {}
                 }
@@ -214,7 +219,10 @@ impl World {
             for block in 0..span.len / 64 {
                 let (from, to) = ((span.local / 64 + block) as usize, (span.remote / 64 + block) as usize);
                 let holder = self.d.core.pool.holder(BlockId(to as u32));
-                assert!(matches!(holder, Some(Holder::Ticketed | Holder::Quarantined)), "wrote into {holder:?}");
+                assert!(
+                    matches!(holder, Some(Holder::Ticketed | Holder::Quarantined)),
+                    "wrote into {holder:?}"
+                );
                 let source = self.p.memory[from * BLOCK..(from + 1) * BLOCK].to_vec();
                 self.d.memory[to * BLOCK..(to + 1) * BLOCK].copy_from_slice(&source);
             }
@@ -265,7 +273,10 @@ impl World {
     }
 
     fn is_quiet(&self) -> bool {
-        self.d.core.is_empty() && self.p.core.is_empty() && self.writes.is_empty() && self.d.core.quarantine.is_empty()
+        self.d.core.is_empty()
+            && self.p.core.is_empty()
+            && self.writes.is_empty()
+            && self.d.core.quarantine.is_empty()
     }
 
     fn answer(&self, id: RequestId) -> (Vec<TokenId>, Option<&Output>) {
@@ -315,7 +326,11 @@ fn run(seed: u64, faults: bool, d_blocks: usize, p_blocks: usize) -> Counters {
         assert!(events < 40_000, "seed {seed}: no progress; {:#?}", world.d.core);
     }
     for (id, (prompt, max_tokens)) in &wanted {
-        assert_eq!(world.dequeued.get(id), Some(&1), "seed {seed}: {id:?} left the queue more or less than once");
+        assert_eq!(
+            world.dequeued.get(id),
+            Some(&1),
+            "seed {seed}: {id:?} left the queue more or less than once"
+        );
         let Some(_) = world.outputs.get(id) else {
             assert!(aborted.contains(id), "seed {seed}: {id:?} has no answer");
             continue;
@@ -368,7 +383,9 @@ fn alone(num_blocks: usize) -> Worker {
 
 fn outputs(worker: &mut Worker) -> Vec<Output> {
     let effects = worker.core.take_effects().into_iter();
-    effects.filter_map(|effect| if let Effect::Output(_, output) = effect { Some(output) } else { None }).collect()
+    effects
+        .filter_map(|effect| if let Effect::Output(_, output) = effect { Some(output) } else { None })
+        .collect()
 }
 
 fn run_alone(worker: &mut Worker, id: u64, prompt: &[TokenId], max_tokens: usize) -> (Vec<TokenId>, Output) {
@@ -436,11 +453,15 @@ fn decodes_are_never_starved_by_prompts() {
     worker.step();
     let before = outputs(&mut worker).len();
     for id in 1..4 {
-        worker.submit(id, &vec![70 + id as TokenId; 40], 1);
+        worker.submit(id, &[70 + id as TokenId; 40], 1);
     }
     for step in 0..6 {
         worker.step();
-        let tokens = worker.core.take_effects().into_iter().filter(|effect| matches!(effect, Effect::Output(RequestId(0), _)));
+        let tokens = worker
+            .core
+            .take_effects()
+            .into_iter()
+            .filter(|effect| matches!(effect, Effect::Output(RequestId(0), _)));
         assert_eq!(tokens.count(), 1, "step {step} after {before} outputs");
     }
 }
@@ -454,7 +475,10 @@ fn a_deadline_ends_a_request_wherever_it_is() {
     worker.now += Duration::from_secs(3601);
     worker.core.plan(worker.now);
     let failed = outputs(&mut worker);
-    assert_eq!(failed.iter().filter(|o| matches!(o, Output::Failed(RequestError::DeadlineExceeded(_)))).count(), 2);
+    assert_eq!(
+        failed.iter().filter(|o| matches!(o, Output::Failed(RequestError::DeadlineExceeded(_)))).count(),
+        2
+    );
     assert!(worker.core.is_empty());
     assert_eq!(worker.core.account().free + worker.core.account().cached, 10);
 }
@@ -467,7 +491,7 @@ fn made_up_messages_are_counted_and_dropped() {
     let peer = PeerId(9);
     for message in [
         ToDecode::Ask { ticket },
-        ToDecode::FirstToken { ticket, token: 5, cached_tokens: 0 },
+        ToDecode::FirstToken { ticket, token: 5, cached_tokens: 0, logprobs: None },
         ToDecode::Ended { ticket },
         ToDecode::Failed { ticket, reason: "no".into(), clean: true },
         ToDecode::Complete { ticket, totals: Default::default(), timing: Default::default() },
@@ -495,9 +519,14 @@ fn a_grant_of_the_wrong_size_fails_the_ticket() {
         deadline_ms: 1000,
     };
     world.p.apply(Input::FromDecode(world.peer, open));
-    world.p.apply(Input::FromDecode(world.peer, ToPrefill::Grant { ticket: TicketId(1), first_block: 0, blocks: vec![1] }));
+    world.p.apply(Input::FromDecode(
+        world.peer,
+        ToPrefill::Grant { ticket: TicketId(1), first_block: 0, blocks: vec![1] },
+    ));
     world.carry_out();
-    let Some(ToDecode::Failed { reason, clean: true, .. }) = world.to_d.pop_back() else { panic!("{:?}", world.to_d) };
+    let Some(ToDecode::Failed { reason, clean: true, .. }) = world.to_d.pop_back() else {
+        panic!("{:?}", world.to_d)
+    };
     assert_eq!(reason, "granted 1 blocks from block 0 on, the prompt has 3");
     assert!(world.p.core.is_empty());
     assert_ne!(Ending::Ended, Ending::PeerLost);
@@ -520,11 +549,17 @@ fn a_short_completion_is_recomputed() {
         world.d.apply(Input::FromPrefill(peer, ToDecode::Ask { ticket }));
         world.d.step();
         let token = reference(&prompt, 4).0[0];
-        world.d.apply(Input::FromPrefill(peer, ToDecode::FirstToken { ticket, token, cached_tokens: 0 }));
+        world.d.apply(Input::FromPrefill(
+            peer,
+            ToDecode::FirstToken { ticket, token, cached_tokens: 0, logprobs: None },
+        ));
         for _ in 0..notes {
             world.d.apply(Input::Notified(crate::handoff::WriteNote { ticket, blocks: 3 }.encode()));
         }
-        world.d.apply(Input::FromPrefill(peer, ToDecode::Complete { ticket, totals, timing: Default::default() }));
+        world.d.apply(Input::FromPrefill(
+            peer,
+            ToDecode::Complete { ticket, totals, timing: Default::default() },
+        ));
         assert_eq!(world.d.core.counters().recomputed, 1, "{totals:?}");
         while world.d.step() {}
         world.carry_out();

@@ -28,7 +28,10 @@ pub unsafe fn write_kv(pool: &KvPool, layer: usize, meta: &BatchMeta, keys: &[f3
 /// As [`write_kv`], and `E` must be the pool's element type.
 unsafe fn write_as<E: Element>(pool: &KvPool, layer: usize, meta: &BatchMeta, keys: &[f32], values: &[f32]) {
     let (row, block_size) = (pool.layout().row(), pool.layout().block_size);
-    assert!(keys.len() == meta.num_tokens() * row && values.len() == keys.len(), "KV rows of {row}. This is a bug.");
+    assert!(
+        keys.len() == meta.num_tokens() * row && values.len() == keys.len(),
+        "KV rows of {row}. This is a bug."
+    );
     for (i, &slot) in meta.slot_mapping.iter().enumerate() {
         let (block, offset) = ((slot / block_size as u64) as u32, (slot % block_size as u64) as usize);
         for (half, source) in [(Half::Key, keys), (Half::Value, values)] {
@@ -58,8 +61,15 @@ pub unsafe fn paged_attention(
 ) {
     let layout = pool.layout();
     let row = heads * layout.head_dim;
-    assert!(q.len() == meta.num_tokens() * row && out.len() == q.len(), "attention rows of {row}. This is a bug.");
-    assert!(heads.is_multiple_of(layout.num_kv_heads), "{heads} heads in {} groups. This is a bug.", layout.num_kv_heads);
+    assert!(
+        q.len() == meta.num_tokens() * row && out.len() == q.len(),
+        "attention rows of {row}. This is a bug."
+    );
+    assert!(
+        heads.is_multiple_of(layout.num_kv_heads),
+        "{heads} heads in {} groups. This is a bug.",
+        layout.num_kv_heads
+    );
     let tiles: Vec<Tile> = meta.seqs.iter().flat_map(|seq| Tile::split(seq, layout.num_kv_heads)).collect();
     let task = Task { pool, layer, meta, heads, q, out: out.as_mut_ptr() };
     tiles.par_iter().for_each(|tile| match layout.dtype {
@@ -142,7 +152,14 @@ impl Task<'_> {
                 for lane in row * group..(row + 1) * group {
                     let at = (tile.first_row + row) * self.heads + tile.kv_head * group + lane % group;
                     let acc = &mut acc[lane * dim..(lane + 1) * dim];
-                    accumulate(&self.q[at * dim..(at + 1) * dim], &keys, &values, visible, &mut state[lane], acc);
+                    accumulate(
+                        &self.q[at * dim..(at + 1) * dim],
+                        &keys,
+                        &values,
+                        visible,
+                        &mut state[lane],
+                        acc,
+                    );
                 }
             }
         }
@@ -160,7 +177,14 @@ impl Task<'_> {
     ///
     /// # Safety
     /// As [`paged_attention`], and `E` must be the pool's element type.
-    unsafe fn load<E: Element>(&self, block: u32, half: Half, kv_head: usize, tokens: usize, into: &mut [f32]) {
+    unsafe fn load<E: Element>(
+        &self,
+        block: u32,
+        half: Half,
+        kv_head: usize,
+        tokens: usize,
+        into: &mut [f32],
+    ) {
         let layout = self.pool.layout();
         let (dim, row) = (layout.head_dim, layout.row());
         let from = self.pool.half_ptr(block, self.layer, half).cast::<E>();

@@ -16,7 +16,13 @@ const DOT_ROWS: usize = 4;
 /// `y[m, n] = x[m, k] · w[n, k]ᵀ + bias[n]`, all row-major.
 ///
 /// Panics if a slice is not as long as the sizes say, which is a bug of the caller.
-pub fn linear<E: Element>(x: &[f32], w: &[E], bias: Option<&[f32]>, y: &mut [f32], (m, n, k): (usize, usize, usize)) {
+pub fn linear<E: Element>(
+    x: &[f32],
+    w: &[E],
+    bias: Option<&[f32]>,
+    y: &mut [f32],
+    (m, n, k): (usize, usize, usize),
+) {
     assert!(x.len() == m * k && w.len() == n * k && y.len() == m * n, "linear {m}x{n}x{k}. This is a bug.");
     let out = Columns { base: y.as_mut_ptr(), m, n };
     w.par_chunks(PANEL_ROWS * k).enumerate().for_each(|(panel, rows)| {
@@ -67,11 +73,25 @@ fn panel_gemm<E: Element>(x: &[f32], rows: &[E], k: usize, first: usize, out: Co
         // the panel, n x k row-major, is read as its transpose; all three are live for the call.
         unsafe {
             gemm(
-                out.m, n, k,
-                out.base.add(first), 1, out.n as isize, false,
-                x.as_ptr(), 1, k as isize,
-                panel.as_ptr(), k as isize, 1,
-                0.0, 1.0, false, false, false, Parallelism::None,
+                out.m,
+                n,
+                k,
+                out.base.add(first),
+                1,
+                out.n as isize,
+                false,
+                x.as_ptr(),
+                1,
+                k as isize,
+                panel.as_ptr(),
+                k as isize,
+                1,
+                0.0,
+                1.0,
+                false,
+                false,
+                false,
+                Parallelism::None,
             );
         }
     });

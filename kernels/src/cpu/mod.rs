@@ -125,7 +125,8 @@ mod tests {
     fn dot_agrees_with_f64_for_every_length() {
         for len in 0..131usize {
             let a: Vec<f32> = (0..len).map(|i| ((i * 37 % 19) as f32 - 9.0) / 7.0).collect();
-            let b: Vec<half::bf16> = (0..len).map(|i| half::bf16::from_f32((i * 11 % 23) as f32 - 11.0)).collect();
+            let b: Vec<half::bf16> =
+                (0..len).map(|i| half::bf16::from_f32((i * 11 % 23) as f32 - 11.0)).collect();
             let exact: f64 = a.iter().zip(&b).map(|(x, y)| *x as f64 * y.to_f64()).sum();
             assert!((dot(&a, &b) as f64 - exact).abs() < 1e-3, "length {len}");
         }

@@ -10,7 +10,10 @@ const ROWS: usize = 16;
 /// RMSNorm of each row of `width` elements: `x / sqrt(mean(x²) + eps) * weight` (Zhang & Sennrich 2019).
 pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     let width = weight.len();
-    assert!(x.len() == out.len() && x.len().is_multiple_of(width), "rms_norm rows of {width}. This is a bug.");
+    assert!(
+        x.len() == out.len() && x.len().is_multiple_of(width),
+        "rms_norm rows of {width}. This is a bug."
+    );
     out.par_chunks_mut(ROWS * width).zip(x.par_chunks(ROWS * width)).for_each(|(out, x)| {
         for (out, x) in out.chunks_exact_mut(width).zip(x.chunks_exact(width)) {
             norm_row(x, weight, eps, out);

@@ -12,12 +12,23 @@ use crate::pool::KvPool;
 /// Stores `keys` and `values` (`[tokens, kv_heads, dim]`) in layer `layer` of the pool, in the batch's slots.
 ///
 /// The pool's contract is the engine's: the blocks of the slot mapping belong to the batch.
-pub fn write_kv(keys: &Tensor, values: &Tensor, pool: &Arc<KvPool>, layer: usize, meta: &Arc<BatchMeta>) -> Result<()> {
+pub fn write_kv(
+    keys: &Tensor,
+    values: &Tensor,
+    pool: &Arc<KvPool>,
+    layer: usize,
+    meta: &Arc<BatchMeta>,
+) -> Result<()> {
     keys.inplace_op2(values, &WriteKv { pool: pool.clone(), layer, meta: meta.clone() })
 }
 
 /// Causal attention of `q[tokens, heads, dim]` over the pool -> `[tokens, heads * dim]`.
-pub fn paged_attention(q: &Tensor, pool: &Arc<KvPool>, layer: usize, meta: &Arc<BatchMeta>) -> Result<Tensor> {
+pub fn paged_attention(
+    q: &Tensor,
+    pool: &Arc<KvPool>,
+    layer: usize,
+    meta: &Arc<BatchMeta>,
+) -> Result<Tensor> {
     q.apply_op1_no_bwd(&PagedAttention { pool: pool.clone(), layer, meta: meta.clone() })
 }
 

@@ -26,7 +26,13 @@ impl CustomOp2 for Linear {
         "linear"
     }
 
-    fn cpu_fwd(&self, x: &CpuStorage, xl: &Layout, w: &CpuStorage, wl: &Layout) -> Result<(CpuStorage, Shape)> {
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        xl: &Layout,
+        w: &CpuStorage,
+        wl: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
         let x = f32_slice(x, xl, "linear's input")?;
         let (n, k) = wl.shape().dims2()?;
         if xl.dims().last() != Some(&k) {

@@ -30,7 +30,13 @@ impl CustomOp2 for RmsNorm {
         "rms_norm"
     }
 
-    fn cpu_fwd(&self, x: &CpuStorage, xl: &Layout, w: &CpuStorage, wl: &Layout) -> Result<(CpuStorage, Shape)> {
+    fn cpu_fwd(
+        &self,
+        x: &CpuStorage,
+        xl: &Layout,
+        w: &CpuStorage,
+        wl: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
         let (x, w) = (f32_slice(x, xl, "rms_norm's input")?, f32_slice(w, wl, "rms_norm's weight")?);
         let mut out = vec![0f32; x.len()];
         pointwise::rms_norm(x, w, self.0, &mut out);

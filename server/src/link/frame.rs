@@ -32,6 +32,7 @@ impl Frame {
 #[cfg(test)]
 mod tests {
     use engine::SamplingParams;
+    use engine::api::Logprobs;
     use engine::handoff::{PrefillTiming, TicketId, ToDecode, ToPrefill, Totals};
 
     use super::*;
@@ -52,7 +53,12 @@ mod tests {
         for message in [
             PeerMessage::ToPrefill(open),
             PeerMessage::ToPrefill(ToPrefill::Grant { ticket, first_block: 2, blocks: vec![9, 10] }),
-            PeerMessage::ToDecode(ToDecode::FirstToken { ticket, token: 3, cached_tokens: 16 }),
+            PeerMessage::ToDecode(ToDecode::FirstToken {
+                ticket,
+                token: 3,
+                cached_tokens: 16,
+                logprobs: Some(Box::new(Logprobs { logprob: -0.5, top: vec![(3, -0.5)] })),
+            }),
             PeerMessage::ToDecode(ToDecode::Complete { ticket, totals: Totals::default(), timing }),
             PeerMessage::ToDecode(ToDecode::Failed { ticket, reason: "é".into(), clean: false }),
         ] {

@@ -16,7 +16,8 @@ fn main() -> Result<()> {
     let usage = "usage: golden MODEL_DIR GOLDEN.json";
     let (dir, golden) = (args.next().context(usage)?, args.next().context(usage)?);
     let golden = Golden::load(&golden)?;
-    let longest = golden.prompts.iter().map(|prompt| prompt.input_ids.len()).max().context("no prompts")? + 64;
+    let longest =
+        golden.prompts.iter().map(|prompt| prompt.input_ids.len()).max().context("no prompts")? + 64;
     let mut worst = (0f32, 0f32);
     let exact = Bench::load(&dir, ComputeDtype::F32, KvDtype::F32, longest)?;
     for prompt in &golden.prompts {
@@ -24,7 +25,11 @@ fn main() -> Result<()> {
         let logits = exact.prompt(&prompt.input_ids, prompt.input_ids.len())?;
         let difference = max_difference(logits.last().context("no logits")?, &prompt.last_logits);
         let same = exact.greedy(&prompt.input_ids, prompt.greedy.len(), golden.tokens)? == prompt.greedy;
-        println!("f32  {:12} max |difference| {difference:.2e}  greedy equal {same}  {:.1?}", prompt.name, started.elapsed());
+        println!(
+            "f32  {:12} max |difference| {difference:.2e}  greedy equal {same}  {:.1?}",
+            prompt.name,
+            started.elapsed()
+        );
         worst.0 = worst.0.max(difference);
         ensure!(same, "{}: greedy tokens differ", prompt.name);
     }

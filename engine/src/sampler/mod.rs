@@ -1,0 +1,89 @@
+//! From a row of logits to a token.
+//!
+//! Deterministic: the random number of a token depends on the request's seed and the token's index in the answer only,
+//! so a request gives the same text alone or in a batch, after preemption, and across the handoff.
+//!
+//! Order, as in vLLM: log-probabilities of the plain logits; suppressed tokens and bias; penalties; then greedy, or
+//! temperature, min-p, top-k, top-p and a draw.
+
+mod draw;
+mod logprobs;
+mod penalties;
+
+use crate::api::{Logprobs, TokenId};
+use crate::core::SampleRow;
+
+/// A sampled token.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sampled {
+    pub token: TokenId,
+    /// If the request asked for them.
+    pub logprobs: Option<Box<Logprobs>>,
+}
+
+/// Which rows of the vocabulary have a token. Rows without one (padding of the embedding) are never sampled.
+#[derive(Clone, Debug)]
+pub struct Vocabulary {
+    valid: Vec<bool>,
+}
+
+impl Vocabulary {
+    /// `valid[id]` says whether row `id` has a token. Panics if none has.
+    pub fn new(valid: Vec<bool>) -> Self {
+        assert!(valid.iter().any(|&valid| valid), "a vocabulary without a token. This is a bug.");
+        Self { valid }
+    }
+
+    pub fn size(&self) -> usize {
+        self.valid.len()
+    }
+
+    /// The next token for one row of logits, which is changed on the way.
+    ///
+    /// Errors: every logit is NaN or minus infinity, so that no token can be told from another.
+    pub fn sample(&self, logits: &mut [f32], row: &SampleRow) -> Result<Sampled, String> {
+        assert_eq!(
+            logits.len(),
+            self.valid.len(),
+            "a row of logits is the vocabulary's size. This is a bug."
+        );
+        for (logit, valid) in logits.iter_mut().zip(&self.valid) {
+            if !valid || logit.is_nan() {
+                *logit = f32::NEG_INFINITY;
+            }
+        }
+        if argmax(logits).is_none() {
+            return Err("the model gave no finite logit for any token".into());
+        }
+        let plain = row.params.logprobs.map(|count| logprobs::Plain::of(logits, count as usize));
+        // What is asked for explicitly wins over least length: if nothing else is left, the end may come early.
+        let before = row.suppressed.iter().map(|&id| (id, logits[id as usize])).collect::<Vec<_>>();
+        row.suppressed.iter().for_each(|&id| logits[id as usize] = f32::NEG_INFINITY);
+        if argmax(logits).is_none() {
+            before.into_iter().for_each(|(id, logit)| logits[id as usize] = logit);
+        }
+        row.params.logit_bias.iter().for_each(|&(id, bias)| logits[id as usize] += bias);
+        penalties::apply(logits, row);
+        let best = argmax(logits).ok_or("penalties and bias left no token with a finite logit")?;
+        let token = match row.params.temperature == 0.0 || row.params.top_k == Some(1) {
+            true => best,
+            false => draw::draw(logits, best, row),
+        };
+        let logprobs = plain.map(|plain| Box::new(plain.with(token)));
+        Ok(Sampled { token, logprobs })
+    }
+}
+
+/// The first of the largest finite logits; `None` if there is none.
+fn argmax(logits: &[f32]) -> Option<TokenId> {
+    let mut best: Option<(f32, TokenId)> = None;
+    for (id, &logit) in logits.iter().enumerate() {
+        if logit > best.map_or(f32::NEG_INFINITY, |(top, _)| top) {
+            best = Some((logit, id as TokenId));
+        }
+    }
+    best.map(|(_, id)| id)
+}
+
+#[cfg(test)]
+mod tests;
