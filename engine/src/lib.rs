@@ -23,6 +23,7 @@ pub mod request;
 pub mod runner;
 pub mod sampler;
 pub mod service;
+pub mod sim;
 
 pub use api::{
     FinishReason, GenerateRequest, Output, RequestError, SamplingParams, Timeline, TokenId, Usage,

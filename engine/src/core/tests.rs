@@ -357,7 +357,7 @@ fn run(seed: u64, faults: bool, d_blocks: usize, p_blocks: usize) -> Counters {
 #[test]
 fn random_handoffs_give_the_right_tokens_and_every_block_back() {
     let mut transferred = 0;
-    for seed in 0..1500 {
+    for seed in 0..3000 {
         let counters = run(seed, false, 40, 40);
         transferred += counters.prompt_tokens_transferred;
         assert_eq!(counters.recomputed, 0, "seed {seed}: nothing failed, nothing is computed twice");
@@ -367,13 +367,13 @@ fn random_handoffs_give_the_right_tokens_and_every_block_back() {
 
 #[test]
 fn random_faults_give_the_right_tokens_and_every_block_back() {
-    let recomputed: u64 = (0..3000).map(|seed| run(seed, true, 40, 40).recomputed).sum();
+    let recomputed: u64 = (0..5000).map(|seed| run(seed, true, 40, 40).recomputed).sum();
     assert!(recomputed > 1000, "faults were met: {recomputed}");
 }
 
 #[test]
 fn small_pools_preempt_and_wait_but_never_deadlock() {
-    let preempted: u64 = (0..1500).map(|seed| run(seed, seed % 2 == 1, 15, 15).preemptions).sum();
+    let preempted: u64 = (0..4000).map(|seed| run(seed, seed % 2 == 1, 15, 15).preemptions).sum();
     assert!(preempted > 100, "the pools were short: {preempted}");
 }
 
