@@ -61,7 +61,7 @@ pub async fn run(args: Args) -> Result<()> {
         named(args.transport, &transport)
     );
     let talk = talk(&args, &deployment, &transport).await;
-    deployment.blame(talk)?;
+    deployment.blame(talk).await?;
     if args.keep {
         keep(&mut deployment).await?;
     }

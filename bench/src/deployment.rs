@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::ValueEnum;
 use serde::{Serialize, Serializer};
@@ -11,6 +12,12 @@ use crate::client::Client;
 use crate::error::{BenchError, Result};
 use crate::process::{Process, serve_binary};
 use crate::serve_log;
+
+/// How often running processes are looked at while nothing else is to be done.
+const POLL: Duration = Duration::from_millis(50);
+
+/// A process whose connection broke because it died is gone by then.
+const DEATH_WITHIN: Duration = Duration::from_millis(500);
 
 /// How KV moves between workers: what `serve --kv-transport` takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -139,20 +146,20 @@ impl Deployment {
     }
 
     /// What became of `result`: if a process has died that is the reason, whatever the request that was under way says.
-    pub fn blame<T>(&mut self, result: Result<T>) -> Result<T> {
-        let error = match result {
-            Ok(value) => return Ok(value),
-            Err(error) => error,
-        };
-        self.processes().try_for_each(Process::check_alive)?;
-        Err(error)
+    pub async fn blame<T>(&mut self, result: Result<T>) -> Result<T> {
+        if result.is_err() {
+            // A connection ends a moment before its process does.
+            let death = self.outlive();
+            tokio::time::timeout(DEATH_WITHIN, death).await.unwrap_or(Ok(()))?;
+        }
+        result
     }
 
     /// Waits for one of the processes to end, which is an error.
     pub async fn outlive(&mut self) -> Result<()> {
         loop {
             self.processes().try_for_each(Process::check_alive)?;
-            tokio::time::sleep(std::time::Duration::from_millis(200)).await;
+            tokio::time::sleep(POLL).await;
         }
     }
 

@@ -56,7 +56,7 @@ async fn main() -> ExitCode {
         caught = interrupted() => caught.map(|()| ExitCode::from(INTERRUPTED)),
     };
     result.unwrap_or_else(|error| {
-        eprintln!("bench: {error}");
+        eprintln!("\nbench: {error}");
         ExitCode::FAILURE
     })
 }

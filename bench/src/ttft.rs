@@ -114,7 +114,7 @@ pub async fn run(args: Args) -> Result<()> {
             let mut deployment = launcher.start(shape).await?;
             eprint!("  ready after {:.1} s  ", started.elapsed().as_secs_f64());
             let measured = measure(&args, &mut plan, repeat, shape, &deployment).await;
-            runs.extend(deployment.blame(measured)?);
+            runs.extend(deployment.blame(measured).await?);
             deployment.stop().await?;
             eprintln!("  {:.1} s", started.elapsed().as_secs_f64());
         }

@@ -11,6 +11,9 @@
 //!   Abort ------------------------>        any time; answered by one of the three
 //! ```
 //!
+//! The decode worker goes on as soon as the notifications on the data path have named every granted block, without
+//! waiting for `Complete`: they come straight from the transport, whatever the prefill worker's engine is busy with.
+//!
 //! The last message of a ticket is the promise that nothing is written for it any more; until then, or until the
 //! prefill worker is known dead, the granted blocks stay out of use. Both directions are ordered. Messages about a ticket
 //! that is not known (any more) are counted and dropped.
@@ -61,8 +64,10 @@ pub enum ToDecode {
         /// Prompt tokens that the prefill worker did not compute.
         cached_tokens: u32,
         logprobs: Option<Box<Logprobs>>,
+        /// Queue and compute; nothing of the writes yet.
+        timing: PrefillTiming,
     },
-    /// Everything is written: checked against what was granted and against the data path's notifications.
+    /// Everything is written. Checked against what the data path's notifications said.
     Complete {
         ticket: TicketId,
         totals: Totals,
@@ -101,7 +106,7 @@ pub struct PrefillTiming {
     pub post_us: u64,
     /// Sum over writes: from handing over to settled. Overlaps with compute.
     pub wire_us: u64,
-    /// From the first token (all computed) to the last write settled: what overlap did not hide.
+    /// From the first token to all KV there: what overlap did not hide. On the decode worker, as it saw both arrive.
     pub exposed_us: u64,
 }
 
@@ -112,10 +117,12 @@ pub enum PeerMessage {
     ToDecode(ToDecode),
 }
 
-/// What travels with each write on the data path.
+/// What travels with each write on the data path: which of the prompt's blocks it brought.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WriteNote {
     pub ticket: TicketId,
+    /// Index in the prompt of the first block.
+    pub first_block: u32,
     pub blocks: u32,
 }
 
@@ -124,16 +131,23 @@ impl WriteNote {
     const MAGIC: [u8; 4] = *b"kvf1";
 
     pub fn encode(&self) -> Vec<u8> {
-        [&Self::MAGIC[..], &self.ticket.0.to_le_bytes(), &self.blocks.to_le_bytes()].concat()
+        let (first, blocks) = (self.first_block.to_le_bytes(), self.blocks.to_le_bytes());
+        [&Self::MAGIC[..], &self.ticket.0.to_le_bytes(), &first, &blocks].concat()
     }
 
     /// `None` if the bytes are not a note.
     pub fn decode(bytes: &[u8]) -> Option<Self> {
-        let bytes: &[u8; 16] = bytes.try_into().ok()?;
+        let bytes: &[u8; 20] = bytes.try_into().ok()?;
         let (magic, rest) = bytes.split_first_chunk::<4>()?;
-        let (ticket, blocks) = rest.split_first_chunk::<8>()?;
+        let (ticket, rest) = rest.split_first_chunk::<8>()?;
+        let (first, blocks) = rest.split_first_chunk::<4>()?;
         let blocks = u32::from_le_bytes(blocks.try_into().ok()?);
-        (*magic == Self::MAGIC).then_some(Self { ticket: TicketId(u64::from_le_bytes(*ticket)), blocks })
+        let note = Self {
+            ticket: TicketId(u64::from_le_bytes(*ticket)),
+            first_block: u32::from_le_bytes(*first),
+            blocks,
+        };
+        (*magic == Self::MAGIC).then_some(note)
     }
 }
 
@@ -143,9 +157,9 @@ mod tests {
 
     #[test]
     fn a_note_survives_the_wire_and_noise_is_no_note() {
-        let note = WriteNote { ticket: TicketId(u64::MAX - 3), blocks: 65 };
+        let note = WriteNote { ticket: TicketId(u64::MAX - 3), first_block: 7, blocks: 65 };
         assert_eq!(WriteNote::decode(&note.encode()), Some(note));
-        for noise in [&b""[..], b"kvf1", &[0; 16], &[note.encode(), vec![0]].concat()] {
+        for noise in [&b""[..], b"kvf1", &[0; 20], &[note.encode(), vec![0]].concat()] {
             assert_eq!(WriteNote::decode(noise), None);
         }
     }

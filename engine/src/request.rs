@@ -51,6 +51,10 @@ pub struct Push {
     /// True after a write failed: the bytes may still be on their way.
     pub unclean: bool,
     pub first_token_at: Option<Duration>,
+    /// When the last write was handed over.
+    pub posted_at: Duration,
+    /// When the last of the writes so far had settled, by the transport's clock.
+    pub settled_at: Duration,
 }
 
 /// Where the decode worker wants the prompt's blocks from `first_block` on.
@@ -77,11 +81,18 @@ pub struct Remote {
     pub ticket: TicketId,
     /// Index in the block table of the first granted block; earlier ones were cached here. `None`: no grant yet.
     pub granted_from: Option<usize>,
-    /// What `Complete` said, while notifications are still missing.
-    pub complete: Option<(Totals, PrefillTiming)>,
-    /// Notifications counted on the data path.
-    pub notified: u32,
-    pub notified_blocks: u32,
+    /// What `Complete` said, if it came before the last notification: then nothing more is written.
+    pub complete: Option<Completed>,
+    /// For each granted block, whether a notification has named it.
+    pub arrived: Vec<bool>,
+}
+
+/// A prefill worker's word that a ticket's KV is written.
+#[derive(Clone, Copy, Debug)]
+pub struct Completed {
+    pub at: Duration,
+    pub totals: Totals,
+    pub timing: PrefillTiming,
 }
 
 /// One sequence: its tokens, its blocks and how far it is.

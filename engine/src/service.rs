@@ -114,6 +114,8 @@ struct Service {
 
 impl Service {
     fn run(mut self, queue: &Receiver<Event>) {
+        // An idle worker exports its pool, too: before the first event nothing else would.
+        self.metrics.sync(&self.core);
         let outcome = catch_unwind(AssertUnwindSafe(|| {
             while !self.stopping {
                 self.take_events(queue);

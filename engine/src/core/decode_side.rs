@@ -4,13 +4,17 @@ use std::time::Duration;
 
 use transfer::PeerId;
 
-use super::{Core, Effect, KvFailure};
+use super::{Core, Effect, KvFailure, Settling};
 use crate::api::{Output, RequestError};
 use crate::handle::RequestId;
 use crate::handoff::{PeerMessage, PrefillTiming, TicketId, ToDecode, ToPrefill, Totals, WriteNote};
 use crate::pool::{BlockId, Holder};
-use crate::request::{Remote, State};
+use crate::request::{Completed, Remote, State};
 use crate::sampler::Sampled;
+
+/// How long notifications may follow `Complete`. They are on their way already when it is sent, and their thread never
+/// computes; seconds are for a machine that swaps.
+const NOTIFICATION_TIME: Duration = Duration::from_secs(5);
 
 impl Core {
     /// Sends a new request's prompt to the least loaded prefill worker. False if it is better, or only possible, here:
@@ -33,14 +37,8 @@ impl Core {
         let request = self.request(id);
         request.state = State::Remote;
         request.timeline.ticket_opened = Some(now.saturating_sub(request.arrival));
-        request.remote = Some(Remote {
-            peer,
-            ticket,
-            granted_from: None,
-            complete: None,
-            notified: 0,
-            notified_blocks: 0,
-        });
+        request.remote =
+            Some(Remote { peer, ticket, granted_from: None, complete: None, arrived: Vec::new() });
         let open = ToPrefill::Open {
             ticket,
             request_id: request.request_id.clone(),
@@ -63,23 +61,28 @@ impl Core {
             | ToDecode::Ended { ticket } => *ticket,
         };
         let Some(id) = self.ours(peer, ticket) else {
-            self.last_message_of_quarantined(peer, ticket, &message);
+            self.last_message(peer, ticket, &message);
             return;
         };
         match message {
             ToDecode::Ask { .. } => self.ungranted.push_back(id),
-            ToDecode::FirstToken { token, cached_tokens, logprobs, .. } => {
+            ToDecode::FirstToken { token, cached_tokens, logprobs, timing, .. } => {
                 let request = self.request(id);
                 if request.num_generated() > 0 {
                     self.counters.stale_messages += 1;
                     return;
                 }
                 request.cached_tokens = Some(cached_tokens as usize);
+                request.timeline.prefill = Some(timing);
                 self.counters.prompt_tokens_cached += u64::from(cached_tokens);
                 self.dequeued(id);
                 self.emit(id, Sampled { token, logprobs }, now);
+                self.receive_if_complete(id, now);
             }
-            ToDecode::Complete { totals, timing, .. } => self.complete(id, totals, timing, now),
+            // Notifications may be behind on the data path. What cannot become right fails at once.
+            ToDecode::Complete { totals, timing, .. } => {
+                self.completed(id, Completed { at: now, totals, timing })
+            }
             ToDecode::Failed { reason, clean, .. } => self.remote_failed(id, &reason, clean),
             // We did not abort, and a request that its first token ended is closed already.
             ToDecode::Ended { .. } => self.remote_failed(id, "the prefill worker ended the ticket", true),
@@ -103,6 +106,7 @@ impl Core {
             request.timeline.granted = Some(now.saturating_sub(request.arrival));
             let remote = request.remote.as_mut().expect("only tickets ask. This is a bug.");
             remote.granted_from = Some(cached_blocks);
+            remote.arrived = vec![false; prompt_blocks - cached_blocks];
             let grant = ToPrefill::Grant {
                 ticket: remote.ticket,
                 first_block: cached_blocks as u32,
@@ -132,70 +136,97 @@ impl Core {
             self.counters.stale_messages += 1;
             return;
         };
-        let request = self.request(id);
-        let remote = request.remote.as_mut().expect("listed as a ticket. This is a bug.");
-        remote.notified += 1;
-        remote.notified_blocks += note.blocks;
-        if let Some((totals, timing)) = remote.complete.take() {
-            self.complete(id, totals, timing, now);
+        let remote = self.request(id).remote.as_mut().expect("listed as a ticket. This is a bug.");
+        let first = (note.first_block as usize).checked_sub(remote.granted_from.unwrap_or(usize::MAX));
+        let blocks = first.and_then(|first| remote.arrived.get_mut(first..first + note.blocks as usize));
+        match blocks {
+            Some(blocks) if blocks.iter().all(|arrived| !arrived) => {
+                blocks.fill(true);
+                self.receive_if_complete(id, now);
+            }
+            _ => {
+                let reason = format!(
+                    "a write of {} blocks from block {} on does not fit the grant",
+                    note.blocks, note.first_block
+                );
+                self.remote_failed(id, &reason, false);
+            }
         }
     }
 
-    /// Everything is written, says the prefill worker. Believed once the data path says the same.
-    fn complete(&mut self, id: RequestId, totals: Totals, timing: PrefillTiming, now: Duration) {
+    /// Everything is written, says the prefill worker. Fails the ticket if that is not what was granted.
+    fn completed(&mut self, id: RequestId, completed: Completed) {
+        let totals = completed.totals;
         let block_bytes = self.config.block_bytes;
-        let request = self.requests.get_mut(&id).expect("looked up by the caller. This is a bug.");
-        let prompt_blocks = request.prompt_len.div_ceil(self.config.block_size);
+        let request = self.request(id);
         let generated = request.num_generated();
         let remote = request.remote.as_mut().expect("listed as a ticket. This is a bug.");
-        let granted = remote.granted_from.map_or(0, |from| prompt_blocks - from);
-        let expected = (granted as u32, granted as u64 * block_bytes);
-        if (totals.blocks, totals.bytes) != expected || granted == 0 || generated == 0 {
+        remote.complete = Some(completed);
+        let granted = remote.arrived.len() as u64;
+        if (u64::from(totals.blocks), totals.bytes) != (granted, granted * block_bytes) || generated == 0 {
             let reason = format!(
-                "the prefill worker says it wrote {} blocks ({} bytes), granted were {granted} ({} bytes), first token {}",
+                "the prefill worker says it wrote {} blocks ({} bytes) and {} the first token; granted were {granted} \
+                 blocks ({} bytes)",
                 totals.blocks,
                 totals.bytes,
-                expected.1,
-                if generated == 0 { "missing" } else { "here" },
+                if generated == 0 { "never sent" } else { "sent" },
+                granted * block_bytes,
             );
-            return self.remote_failed(id, &reason, true);
+            self.remote_failed(id, &reason, true);
         }
-        if remote.notified < totals.writes {
-            // The last notifications are still on the data path.
-            remote.complete = Some((totals, timing));
-            return;
-        }
-        if (remote.notified, remote.notified_blocks) != (totals.writes, totals.blocks) {
-            let reason = format!(
-                "{} notifications for {} blocks arrived, the prefill worker says {} for {}",
-                remote.notified, remote.notified_blocks, totals.writes, totals.blocks
-            );
-            return self.remote_failed(id, &reason, true);
-        }
-        self.receive(id, totals, timing, now);
     }
 
-    /// The KV is here: seal it, and run on like any request.
-    fn receive(&mut self, id: RequestId, totals: Totals, timing: PrefillTiming, now: Duration) {
+    /// All granted blocks and the first token are here: seal the KV, and run on like any request.
+    fn receive_if_complete(&mut self, id: RequestId, now: Duration) {
         let block_size = self.config.block_size;
-        let remote = self.request(id).remote.take().expect("looked up by the caller. This is a bug.");
-        self.ticket_over(&remote);
-        let from = remote.granted_from.expect("complete checked the grant. This is a bug.");
-        let request = self.request(id);
+        let Some(request) = self.requests.get_mut(&id) else { return };
+        let generated = request.num_generated();
+        let complete = |remote: &mut Remote| {
+            generated > 0 && remote.granted_from.is_some() && remote.arrived.iter().all(|arrived| *arrived)
+        };
+        let Some(remote) = request.remote.take_if(complete) else { return };
+        let from = remote.granted_from.expect("complete has a grant. This is a bug.");
+        let since = now.saturating_sub(request.arrival);
+        let settling = Settling {
+            peer: remote.peer,
+            request_id: request.request_id.clone(),
+            blocks: remote.arrived.len() as u32,
+            exposed: since.saturating_sub(request.timeline.first_token.unwrap_or(since)),
+        };
         request.num_computed = request.prompt_len;
         request.transferred_tokens = request.prompt_len - (from * block_size).min(request.prompt_len);
-        request.timeline.kv_received = Some(now.saturating_sub(request.arrival));
-        request.timeline.prefill = Some(timing);
-        request.timeline.transfer = Some(totals);
+        request.timeline.kv_received = Some(since);
         request.state = State::Ready;
         let transferred = request.transferred_tokens as u64;
-        let request_id = request.request_id.clone();
         let granted: Vec<BlockId> = request.block_table[from..].to_vec();
         granted.into_iter().for_each(|block| self.pool.reassign(block, Holder::Running));
         self.counters.prompt_tokens_transferred += transferred;
         self.seal_blocks(id, from);
         self.ready.push_back(id);
-        self.effects.push(Effect::Received { request_id, totals, timing });
+        self.ticket_over(&remote);
+        match remote.complete {
+            Some(completed) => self.received(settling, completed.totals, completed.timing),
+            None => drop(self.settling.insert(remote.ticket, settling)),
+        }
+    }
+
+    /// Gives up tickets whose notifications did not follow `Complete`: one was lost.
+    pub(super) fn expire_notifications(&mut self, now: Duration) {
+        let lost = |id: &RequestId| {
+            let remote = self.requests[id].remote.as_ref()?;
+            Some(now >= remote.complete.as_ref()?.at + NOTIFICATION_TIME)
+        };
+        let lost: Vec<_> = self.tickets.values().filter(|id| lost(id) == Some(true)).copied().collect();
+        for id in lost {
+            self.remote_failed(id, "a notification was lost on the data path", true);
+        }
+    }
+
+    /// A ticket of ours ended well.
+    fn received(&mut self, settling: Settling, totals: Totals, timing: PrefillTiming) {
+        let timing = PrefillTiming { exposed_us: settling.exposed.as_micros() as u64, ..timing };
+        self.counters.stale_messages += u64::from(totals.blocks != settling.blocks);
+        self.effects.push(Effect::Received { request_id: settling.request_id, totals, timing });
     }
 
     /// No KV will come from the prefill worker. Computes the prompt here, or fails the request.
@@ -257,8 +288,14 @@ impl Core {
         }
     }
 
-    /// A message about a ticket that has no request any more: its last one ends the quarantine.
-    fn last_message_of_quarantined(&mut self, peer: PeerId, ticket: TicketId, message: &ToDecode) {
+    /// A message about a ticket that no request waits for any more: its last one ends what is left of it.
+    fn last_message(&mut self, peer: PeerId, ticket: TicketId, message: &ToDecode) {
+        if let ToDecode::Complete { totals, timing, .. } = message
+            && let Some(settling) = self.settling.remove(&ticket).filter(|settling| settling.peer == peer)
+        {
+            self.received(settling, *totals, *timing);
+            return;
+        }
         let settled = match message {
             ToDecode::Complete { .. } | ToDecode::Ended { .. } => true,
             ToDecode::Failed { clean, .. } => *clean,
@@ -279,6 +316,7 @@ impl Core {
     /// The link to a peer is lost. Requests that it computes for us start again here; what we compute for it ends.
     pub(super) fn peer_down(&mut self, peer: PeerId) {
         self.prefill_peers.remove(&peer);
+        self.settling.retain(|_, settling| settling.peer != peer);
         let lost: Vec<_> = self.tickets.values().copied().filter(|id| self.works_for(*id, peer)).collect();
         for id in lost {
             self.remote_failed(id, "the link to the prefill worker was lost", false);

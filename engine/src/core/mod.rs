@@ -111,12 +111,21 @@ pub enum Effect {
     DropPeer(PeerId),
     /// A ticket ended here with `Complete` (prefill side), for metrics and logs.
     Pushed(crate::handoff::Totals, crate::handoff::PrefillTiming),
-    /// A ticket's KV is complete here (decode side).
+    /// A ticket of ours ended well (decode side).
     Received {
         request_id: String,
         totals: crate::handoff::Totals,
         timing: crate::handoff::PrefillTiming,
     },
+}
+
+/// What is left of a ticket once its KV is here.
+#[derive(Clone, Debug)]
+struct Settling {
+    peer: PeerId,
+    request_id: String,
+    blocks: u32,
+    exposed: Duration,
 }
 
 /// Events counted since the start.
@@ -159,6 +168,8 @@ pub struct Core {
     tickets: HashMap<TicketId, RequestId>,
     /// Tickets that others opened here (prefill side).
     pushes: HashMap<(PeerId, TicketId), RequestId>,
+    /// Tickets of ours whose KV is here and whose last message is still to come.
+    settling: HashMap<TicketId, Settling>,
     /// Granted blocks whose request is over or computed here instead, until the writer is done.
     quarantine: HashMap<TicketId, (PeerId, Vec<BlockId>)>,
     next_ticket: u64,
@@ -180,6 +191,7 @@ impl Core {
             prefill_peers: BTreeMap::new(),
             tickets: HashMap::new(),
             pushes: HashMap::new(),
+            settling: HashMap::new(),
             quarantine: HashMap::new(),
             next_ticket: config.first_ticket,
             next_push: 0,
@@ -201,7 +213,7 @@ impl Core {
             Input::PeerGone(peer) => self.peer_gone(peer),
             Input::FromDecode(peer, message) => self.decode_says(peer, message, now),
             Input::FromPrefill(peer, message) => self.prefill_says(peer, message, now),
-            Input::Settled { id, result } => self.settled(id, result, now),
+            Input::Settled { id, result } => self.settled(id, result),
             Input::Notified(bytes) => self.notified(&bytes, now),
             Input::ResetPrefixCache => self.pool.reset_cache(),
         }
@@ -361,6 +373,7 @@ impl Core {
             self.fail(id, RequestError::DeadlineExceeded(timeout));
         }
         self.expire_pushes(now);
+        self.expire_notifications(now);
     }
 
     fn request(&mut self, id: RequestId) -> &mut Request {

@@ -56,6 +56,8 @@ impl Core {
             ending: None,
             unclean: false,
             first_token_at: None,
+            posted_at: Duration::ZERO,
+            settled_at: Duration::ZERO,
         };
         let request = Request::new(NewRequest {
             id,
@@ -141,33 +143,40 @@ impl Core {
             let targets = &grant.blocks[push.pushed - grant.first_block..];
             let pairs = blocks.clone().zip(targets).map(|(index, &target)| (table[index].0, target));
             let spans = coalesce(pairs, block_bytes);
-            let note = WriteNote { ticket: push.ticket, blocks: blocks.len() as u32 }.encode();
+            let (first_block, count) = (blocks.start as u32, blocks.len() as u32);
+            let note = WriteNote { ticket: push.ticket, first_block, blocks: count }.encode();
             push.totals.writes += 1;
             push.totals.blocks += blocks.len() as u32;
             push.totals.bytes += blocks.len() as u64 * block_bytes;
             push.totals.descriptors += spans.len() as u32;
             push.pushed = done;
             push.in_flight += 1;
+            push.posted_at = now;
             let peer = push.peer;
             self.effects.push(Effect::Post { id, peer, spans, note });
         }
-        self.settle_push(id, now);
+        self.settle_push(id);
     }
 
     /// The prompt is computed. The token goes ahead of the KV; if it ends the request no KV is needed.
     pub(super) fn first_token_for(&mut self, id: RequestId, sampled: Sampled, now: Duration) {
         self.running.retain(|other| *other != id);
-        let (eos, max_model_len) = (self.config.eos.clone(), self.config.max_model_len);
+        let eos = self.config.eos.clone();
         let request = self.request(id);
         request.state = State::Pushing;
         let cached_tokens = request.cached_tokens.unwrap_or(0) as u32;
         request.timeline.first_token = Some(now.saturating_sub(request.arrival));
         request.tokens.push(sampled.token);
-        let ends = request.finish(&eos, max_model_len).is_some();
+        // The text may grow to the decode worker's length, which may be more than ours; `max_tokens` is cut to it.
+        let ends = request.finish(&eos, usize::MAX).is_some();
         request.tokens.pop();
         let push = request.push_mut().expect("called for tickets only. This is a bug.");
         push.first_token_at = Some(now);
+        let request = &self.requests[&id];
+        let push = request.push().expect("called for tickets only. This is a bug.");
+        let timing = PrefillTiming { post_us: 0, wire_us: 0, exposed_us: 0, ..timing(request, push) };
         let first = ToDecode::FirstToken {
+            timing,
             ticket: push.ticket,
             token: sampled.token,
             cached_tokens,
@@ -182,7 +191,7 @@ impl Core {
     }
 
     /// A write is over.
-    pub(super) fn settled(&mut self, id: RequestId, result: Result<Written, String>, now: Duration) {
+    pub(super) fn settled(&mut self, id: RequestId, result: Result<Written, String>) {
         let Some(request) = self.requests.get_mut(&id) else {
             self.counters.stale_messages += 1;
             return;
@@ -194,7 +203,9 @@ impl Core {
             Ok(written) => {
                 push.post += written.post;
                 push.wire += written.wire;
-                self.settle_push(id, now);
+                // Not the time of this event, which may have waited for a step.
+                push.settled_at = push.settled_at.max(push.posted_at + written.wire);
+                self.settle_push(id);
             }
             Err(reason) => {
                 if !std::mem::replace(&mut push.unclean, true) {
@@ -216,11 +227,11 @@ impl Core {
         if push.ending.is_none() || ending == Ending::PeerLost {
             push.ending = Some(ending);
         }
-        self.settle_push(id, Duration::ZERO);
+        self.settle_push(id);
     }
 
     /// Sends the ticket's last message if nothing of it is under way any more, and gives up its blocks.
-    fn settle_push(&mut self, id: RequestId, now: Duration) {
+    fn settle_push(&mut self, id: RequestId) {
         let request = &self.requests[&id];
         let push = request.push().expect("called for tickets only. This is a bug.");
         let written =
@@ -231,7 +242,7 @@ impl Core {
         let (ticket, peer) = (push.ticket, push.peer);
         let last = match &push.ending {
             None => {
-                let timing = timing(request, push, now);
+                let timing = timing(request, push);
                 self.effects.push(Effect::Pushed(push.totals, timing));
                 Some(ToDecode::Complete { ticket, totals: push.totals, timing })
             }
@@ -273,7 +284,7 @@ impl Core {
     }
 }
 
-fn timing(request: &Request, push: &Push, now: Duration) -> PrefillTiming {
+fn timing(request: &Request, push: &Push) -> PrefillTiming {
     let queue = request.timeline.scheduled.unwrap_or_default();
     let compute = request.timeline.first_token.unwrap_or_default().saturating_sub(queue);
     let micros = |duration: Duration| duration.as_micros() as u64;
@@ -282,6 +293,6 @@ fn timing(request: &Request, push: &Push, now: Duration) -> PrefillTiming {
         compute_us: micros(compute),
         post_us: micros(push.post),
         wire_us: micros(push.wire),
-        exposed_us: micros(push.first_token_at.map_or(Duration::ZERO, |at| now.saturating_sub(at))),
+        exposed_us: micros(push.settled_at.saturating_sub(push.first_token_at.unwrap_or_default())),
     }
 }

@@ -14,6 +14,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::*;
 use crate::api::FinishReason;
+use crate::handoff::{Totals, WriteNote};
 use crate::pool::Holder;
 use crate::request::Ending;
 use crate::sampler::Sampled;
@@ -347,6 +348,10 @@ fn run(seed: u64, faults: bool, d_blocks: usize, p_blocks: usize) -> Counters {
             }
         }
     }
+    assert!(
+        world.d.core.tickets.is_empty() && world.p.core.pushes.is_empty(),
+        "seed {seed}: tickets are left"
+    );
     for worker in [&world.d, &world.p] {
         let account = worker.core.account();
         assert_eq!(account.free + account.cached, worker.core.config.num_blocks, "seed {seed}: {account:?}");
@@ -491,7 +496,13 @@ fn made_up_messages_are_counted_and_dropped() {
     let peer = PeerId(9);
     for message in [
         ToDecode::Ask { ticket },
-        ToDecode::FirstToken { ticket, token: 5, cached_tokens: 0, logprobs: None },
+        ToDecode::FirstToken {
+            ticket,
+            token: 5,
+            cached_tokens: 0,
+            logprobs: None,
+            timing: Default::default(),
+        },
         ToDecode::Ended { ticket },
         ToDecode::Failed { ticket, reason: "no".into(), clean: true },
         ToDecode::Complete { ticket, totals: Default::default(), timing: Default::default() },
@@ -532,37 +543,98 @@ fn a_grant_of_the_wrong_size_fails_the_ticket() {
     assert_ne!(Ending::Ended, Ending::PeerLost);
 }
 
-/// A completion that does not match the grant or the data path never decodes.
+/// A decode worker with one ticket open and granted, its prompt of 9 tokens in 3 blocks.
+fn granted_world() -> (World, TicketId) {
+    let mut world = World::new(20, 20);
+    world.d.submit(0, &[60; 9], 4);
+    world.carry_out();
+    let Some(ToPrefill::Open { ticket, .. }) = world.to_p.pop_front() else { panic!("no ticket") };
+    world.d.apply(Input::FromPrefill(world.peer, ToDecode::Ask { ticket }));
+    world.d.step();
+    (world, ticket)
+}
+
+fn first_token(ticket: TicketId) -> ToDecode {
+    let token = reference(&[60; 9], 4).0[0];
+    ToDecode::FirstToken { ticket, token, cached_tokens: 0, logprobs: None, timing: Default::default() }
+}
+
+/// A completion or a notification that does not match the grant never decodes.
 #[test]
-fn a_short_completion_is_recomputed() {
-    for (totals, notes) in [
-        (crate::handoff::Totals { writes: 1, blocks: 2, bytes: 128, descriptors: 1 }, 1),
-        (crate::handoff::Totals { writes: 1, blocks: 3, bytes: 190, descriptors: 1 }, 1),
-        (crate::handoff::Totals { writes: 1, blocks: 3, bytes: 192, descriptors: 1 }, 2),
-    ] {
-        let mut world = World::new(20, 20);
-        let prompt = [60; 9];
-        world.d.submit(0, &prompt, 4);
-        world.carry_out();
-        let Some(ToPrefill::Open { ticket, .. }) = world.to_p.pop_front() else { panic!("no ticket") };
-        let peer = world.peer;
-        world.d.apply(Input::FromPrefill(peer, ToDecode::Ask { ticket }));
-        world.d.step();
-        let token = reference(&prompt, 4).0[0];
-        world.d.apply(Input::FromPrefill(
-            peer,
-            ToDecode::FirstToken { ticket, token, cached_tokens: 0, logprobs: None },
-        ));
-        for _ in 0..notes {
-            world.d.apply(Input::Notified(crate::handoff::WriteNote { ticket, blocks: 3 }.encode()));
-        }
-        world.d.apply(Input::FromPrefill(
-            peer,
-            ToDecode::Complete { ticket, totals, timing: Default::default() },
-        ));
-        assert_eq!(world.d.core.counters().recomputed, 1, "{totals:?}");
+fn kv_that_does_not_match_the_grant_is_recomputed() {
+    let totals = |blocks, bytes| Totals { writes: 1, blocks, bytes, descriptors: 1 };
+    let complete = |ticket, totals| ToDecode::Complete { ticket, totals, timing: Default::default() };
+    let note = |ticket, first_block, blocks| WriteNote { ticket, first_block, blocks }.encode();
+    type Fault = Box<dyn Fn(&mut World, TicketId)>;
+    let faults: [(&str, Fault); 6] = [
+        (
+            "too few blocks",
+            Box::new(move |w, t| w.d.apply(Input::FromPrefill(w.peer, complete(t, totals(2, 128))))),
+        ),
+        (
+            "too few bytes",
+            Box::new(move |w, t| w.d.apply(Input::FromPrefill(w.peer, complete(t, totals(3, 190))))),
+        ),
+        (
+            "a block twice",
+            Box::new(move |w, t| {
+                w.d.apply(Input::Notified(note(t, 0, 2)));
+                w.d.apply(Input::Notified(note(t, 1, 2)));
+            }),
+        ),
+        ("a block beyond", Box::new(move |w, t| w.d.apply(Input::Notified(note(t, 1, 3))))),
+        ("an absurd range", Box::new(move |w, t| w.d.apply(Input::Notified(note(t, u32::MAX, u32::MAX))))),
+        (
+            "failed",
+            Box::new(|w, ticket| {
+                w.d.apply(Input::FromPrefill(
+                    w.peer,
+                    ToDecode::Failed { ticket, reason: "no".into(), clean: true },
+                ));
+            }),
+        ),
+    ];
+    for (name, fault) in faults {
+        let (mut world, ticket) = granted_world();
+        world.d.apply(Input::FromPrefill(world.peer, first_token(ticket)));
+        fault(&mut world, ticket);
+        assert_eq!(world.d.core.counters().recomputed, 1, "{name}");
         while world.d.step() {}
         world.carry_out();
-        assert_eq!(world.answer(RequestId(0)).0, reference(&prompt, 4).0);
+        assert_eq!(world.answer(RequestId(0)).0, reference(&[60; 9], 4).0, "{name}");
     }
+}
+
+/// The prefill worker's engine may be busy with other prompts for long: decoding must not wait for its `Complete`.
+#[test]
+fn decoding_starts_with_the_last_notification_not_with_complete() {
+    let (mut world, ticket) = granted_world();
+    world.d.apply(Input::FromPrefill(world.peer, first_token(ticket)));
+    world.d.apply(Input::Notified(WriteNote { ticket, first_block: 1, blocks: 2 }.encode()));
+    assert!(!world.d.step(), "a block is missing");
+    world.d.apply(Input::Notified(WriteNote { ticket, first_block: 0, blocks: 1 }.encode()));
+    assert!(world.d.step());
+    let totals = Totals { writes: 2, blocks: 3, bytes: 192, descriptors: 2 };
+    let complete = ToDecode::Complete { ticket, totals, timing: Default::default() };
+    world.d.apply(Input::FromPrefill(world.peer, complete));
+    let received = |effect: &Effect| matches!(effect, Effect::Received { totals: t, .. } if *t == totals);
+    assert!(world.d.core.take_effects().iter().any(received));
+    assert!(world.d.core.settling.is_empty());
+}
+
+/// pd-14: the prefill worker is done but its notification never arrives. The request must not wait for its deadline.
+#[test]
+fn a_lost_notification_is_recomputed_after_seconds() {
+    let (mut world, ticket) = granted_world();
+    world.d.apply(Input::FromPrefill(world.peer, first_token(ticket)));
+    let totals = Totals { writes: 1, blocks: 3, bytes: 192, descriptors: 1 };
+    let complete = ToDecode::Complete { ticket, totals, timing: Default::default() };
+    world.d.apply(Input::FromPrefill(world.peer, complete));
+    assert!(!world.d.step() && world.d.core.counters().recomputed == 0);
+    world.d.now += Duration::from_secs(6);
+    while world.d.step() {}
+    world.carry_out();
+    assert_eq!(world.d.core.counters().recomputed, 1);
+    assert_eq!(world.answer(RequestId(0)).0, reference(&[60; 9], 4).0);
+    assert_eq!(world.d.core.account().quarantined, 0);
 }
