@@ -54,6 +54,12 @@ pub struct Args {
     /// Where the model runs.
     #[arg(long, value_enum, default_value_t = DeviceKind::Cpu, help_heading = MODEL)]
     pub device: DeviceKind,
+    /// With --device sim: a GPU to imitate (h200, h100, a100, l40s, l4), or a file written by `bench profile`.
+    #[arg(long, value_name = "NAME|FILE", default_value = "h100", help_heading = MODEL)]
+    pub sim_profile: String,
+    /// With --device sim: how many times faster than the profile to run.
+    #[arg(long, value_name = "FACTOR", default_value_t = 1.0, value_parser = above_zero, help_heading = MODEL)]
+    pub sim_speed: f64,
     /// Compute threads; one per core when not given.
     #[arg(long, value_name = "N", value_parser = at_least_one, help_heading = MODEL)]
     pub threads: Option<usize>,
@@ -74,8 +80,9 @@ pub struct Args {
     #[arg(long, value_name = "SECS", default_value_t = 30.0, value_parser = secs, help_heading = HTTP)]
     pub shutdown_grace_secs: f64,
 
-    /// Tokens computed in one step, over all requests.
-    #[arg(long, value_name = "TOKENS", default_value_t = 2048, value_parser = at_least_one, help_heading = ENGINE)]
+    /// Tokens computed in one step, over all requests: longer prompts are computed in chunks, and a chunk's KV moves
+    /// while the next one computes.
+    #[arg(long, value_name = "TOKENS", default_value_t = 512, value_parser = at_least_one, help_heading = ENGINE)]
     pub max_num_batched_tokens: usize,
     /// Requests that run at the same time.
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = at_least_one, help_heading = ENGINE)]
@@ -155,6 +162,8 @@ pub enum DType {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum DeviceKind {
     Cpu,
+    /// Everything real but the model: KV bytes are made up, moved and checked, steps take as long as a profile says.
+    Sim,
 }
 
 impl KvTransport {
@@ -184,6 +193,11 @@ impl Role {
     pub fn serves_completions(self) -> bool {
         self != Role::Prefill
     }
+}
+
+fn above_zero(text: &str) -> Result<f64, String> {
+    let valid = |factor: &f64| *factor > 0.0 && factor.is_finite();
+    text.parse().ok().filter(valid).ok_or_else(|| "expected a number above 0".into())
 }
 
 fn at_least_one(text: &str) -> Result<usize, String> {

@@ -46,6 +46,9 @@ pub struct Config {
     pub shutdown_grace: Duration,
     pub threads: usize,
     pub device: DeviceKind,
+    /// A built-in profile's name or a file, for the simulated device.
+    pub sim_profile: String,
+    pub sim_speed: f64,
     pub check_invariants: bool,
 }
 
@@ -114,6 +117,8 @@ impl Config {
             shutdown_grace: Duration::from_secs_f64(args.shutdown_grace_secs),
             threads: args.threads.unwrap_or_else(default_threads),
             device: args.device,
+            sim_profile: args.sim_profile,
+            sim_speed: args.sim_speed,
             check_invariants: args.check_invariants,
         })
     }
@@ -202,7 +207,7 @@ mod tests {
         assert_eq!(config.listen, "127.0.0.1:8000".parse().unwrap());
         assert_eq!(config.served_model_name, "demo");
         assert_eq!(config.kv_cache, KvCacheSize::Bytes(ByteSize(1 << 30)));
-        assert_eq!((config.block_size, config.max_num_batched_tokens, config.max_num_seqs), (16, 2048, 64));
+        assert_eq!((config.block_size, config.max_num_batched_tokens, config.max_num_seqs), (16, 512, 64));
         assert_eq!(config.shutdown_grace, Duration::from_secs(30));
     }
 

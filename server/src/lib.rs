@@ -7,6 +7,7 @@
 //! Not here: scheduling, sampling and KV (`engine`), text handling itself (`models`).
 #![forbid(unsafe_code)]
 
+pub mod answer_text;
 pub mod app;
 pub mod args;
 pub mod config;

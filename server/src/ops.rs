@@ -1,4 +1,4 @@
-//! What operators and their tools ask for: health, version, metrics.
+//! What operators and their tools ask for: health, version, metrics, an empty prefix cache.
 
 use std::sync::Arc;
 
@@ -6,8 +6,9 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
+use engine::event::Event;
 use prometheus::{Encoder, TextEncoder};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::error::ApiError;
 use crate::state::AppState;
@@ -42,4 +43,13 @@ pub async fn metrics(State(state): State<Arc<AppState>>) -> Result<Response, Api
         .encode(&families, &mut text)
         .map_err(|error| ApiError::internal(format!("metrics cannot be encoded: {error}")))?;
     Ok(([(header::CONTENT_TYPE, encoder.format_type().to_owned())], text).into_response())
+}
+
+/// vLLM's name. Requests sent after the answer find no block that was cached before; those that run keep theirs.
+/// The body of the request does not matter.
+pub async fn reset_prefix_cache(State(state): State<Arc<AppState>>) -> Result<Json<Value>, ApiError> {
+    match state.serving()?.engine.send(Event::ResetPrefixCache) {
+        true => Ok(Json(json!({}))),
+        false => Err(ApiError::unavailable("the engine's thread has ended")),
+    }
 }

@@ -30,6 +30,7 @@ pub fn router(state: Arc<AppState>, more: Router) -> Router {
         .route("/ping", get(ops::live).post(ops::live))
         .route("/version", get(ops::version))
         .route("/metrics", get(ops::metrics))
+        .route("/reset_prefix_cache", post(ops::reset_prefix_cache))
         .merge(generation)
         .fallback(no_route)
         .method_not_allowed_fallback(no_method)

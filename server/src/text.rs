@@ -4,9 +4,10 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use engine::api::TokenId;
-use models::{ChatInput, ChatTemplate, Detokenizer, ModelError, StopMatcher, Tokenizer};
+use models::{ChatInput, ChatTemplate, ModelError, Tokenizer};
 use serde_json::{Map, Value};
 
+use crate::answer_text::AnswerText;
 use crate::error::ApiError;
 use crate::openai::Prompt;
 
@@ -84,13 +85,15 @@ impl Text {
         String::from_utf8_lossy(self.tokenizer.token_bytes(id).unwrap_or_default()).into_owned()
     }
 
-    /// Turns the tokens of one answer into text that ends before the first of `stop`.
-    pub fn answer(&self, stop: &[String], skip_special_tokens: bool) -> Result<AnswerText, ApiError> {
-        Ok(AnswerText {
-            detokenizer: Detokenizer::new(Arc::clone(&self.tokenizer), skip_special_tokens),
-            matcher: StopMatcher::new(stop.to_vec())?,
-            stop: stop.to_vec(),
-        })
+    /// Turns the tokens of one answer into text that ends before the first of `stop`, as far as that is not
+    /// complete within the first `min_tokens` tokens.
+    pub fn answer(
+        &self,
+        stop: &[String],
+        min_tokens: usize,
+        skip_special_tokens: bool,
+    ) -> Result<AnswerText, ApiError> {
+        AnswerText::new(Arc::clone(&self.tokenizer), stop, min_tokens, skip_special_tokens)
     }
 }
 
@@ -104,38 +107,6 @@ fn end_of_last(prompt: &str, last: &str) -> Result<usize, ApiError> {
     let tail = &last[last.len() - last.trim_start().len()..];
     let kept = if prompt[start..].starts_with(tail) { tail.len() } else { trimmed.len() };
     Ok(start + kept)
-}
-
-/// The text of one answer as it grows.
-#[derive(Debug)]
-pub struct AnswerText {
-    detokenizer: Detokenizer,
-    matcher: StopMatcher,
-    stop: Vec<String>,
-}
-
-impl AnswerText {
-    /// Appends what is certain with one more token; the stop string that ended the text, if one did.
-    pub fn push(&mut self, id: TokenId, text: &mut String) -> Option<String> {
-        let delta = self.detokenizer.push(id);
-        self.take(&delta, text)
-    }
-
-    /// Appends what was held back, after the last token.
-    pub fn finish(&mut self, text: &mut String) -> Option<String> {
-        let delta = self.detokenizer.flush();
-        let stopped = self.take(&delta, text);
-        if stopped.is_none() {
-            text.push_str(&self.matcher.flush());
-        }
-        stopped
-    }
-
-    fn take(&mut self, delta: &str, text: &mut String) -> Option<String> {
-        let step = self.matcher.push(delta);
-        text.push_str(&step.text);
-        step.matched.map(|index| self.stop[index].clone())
-    }
 }
 
 impl From<ModelError> for ApiError {

@@ -58,6 +58,7 @@ mod tests {
                 token: 3,
                 cached_tokens: 16,
                 logprobs: Some(Box::new(Logprobs { logprob: -0.5, top: vec![(3, -0.5)] })),
+                timing,
             }),
             PeerMessage::ToDecode(ToDecode::Complete { ticket, totals: Totals::default(), timing }),
             PeerMessage::ToDecode(ToDecode::Failed { ticket, reason: "é".into(), clean: false }),

@@ -32,7 +32,7 @@ pub async fn chat_completions(
     state.check_model(fields.str("model")?)?;
     let serving = state.serving()?;
     check_chat(&fields)?;
-    let options = Options::parse(&fields, &serving.defaults, serving.engine.info())?;
+    let options = Options::parse(Api::Chat, &fields, &serving.defaults, serving.engine.info())?;
     let conversation = take_conversation(&mut fields)?;
     let prompts = vec![serving.text.clone().encode_chat(conversation).await?];
     let default_max_tokens = DEFAULT_MAX_TOKENS;

@@ -1,11 +1,13 @@
 //! One answer as it grows: tokens from the engine in, text out, up to the first stop string.
 
-use engine::api::{Output, RequestError, TokenId};
+use engine::api::{Logprobs, Output, RequestError, TokenId};
 use engine::handle::OutputStream;
 use serde::Serialize;
 
+use super::logprobs::{Entry, Scored};
 use super::response::Usage;
-use crate::text::AnswerText;
+use super::timeline::Report;
+use crate::answer_text::AnswerText;
 
 /// Why and how a choice ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -23,14 +25,16 @@ pub enum StopReason {
     Token(TokenId),
 }
 
-/// A choice's part of the request's usage.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// A choice's part of the request's usage, and of its timeline.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Share {
     /// Which of the request's prompts it continues.
     pub prompt: usize,
     pub prompt_tokens: usize,
     pub completion_tokens: usize,
     pub cached_tokens: usize,
+    /// There when the engine ended the choice.
+    pub report: Option<Report>,
 }
 
 impl Share {
@@ -41,10 +45,12 @@ impl Share {
 }
 
 /// More of a choice.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct Piece {
     /// Empty while text is held back.
     pub text: String,
+    /// Of the tokens since the last piece with text; empty unless asked for, and while text is held back.
+    pub logprobs: Vec<Entry>,
     /// Present once, in the last piece.
     pub finish: Option<Finish>,
 }
@@ -57,6 +63,8 @@ pub struct Choice {
     max_tokens: usize,
     outputs: OutputStream,
     text: AnswerText,
+    /// Wait for text to come with.
+    logprobs: Vec<Entry>,
 }
 
 impl Choice {
@@ -68,18 +76,26 @@ impl Choice {
         outputs: OutputStream,
         text: AnswerText,
     ) -> Self {
-        Self { index, share, max_tokens, outputs, text }
+        Self { index, share, max_tokens, outputs, text, logprobs: Vec::new() }
     }
 
     /// The next output's text and that of all others which are there already. Not to be called after the end.
     pub async fn next(&mut self) -> Result<Piece, RequestError> {
-        let mut piece = Piece { text: String::new(), finish: None };
+        let mut piece = Piece::default();
+        self.fill(&mut piece).await?;
+        if !piece.text.is_empty() || piece.finish.is_some() {
+            piece.logprobs = std::mem::take(&mut self.logprobs);
+        }
+        Ok(piece)
+    }
+
+    async fn fill(&mut self, piece: &mut Piece) -> Result<(), RequestError> {
         let mut output = self.outputs.next().await;
         loop {
             let ended = || RequestError::Internal("the engine sent nothing after the last token".into());
-            self.take(output.ok_or_else(ended)?, &mut piece)?;
+            self.take(output.ok_or_else(ended)?, piece)?;
             if piece.finish.is_some() {
-                return Ok(piece);
+                return Ok(());
             }
             // The end follows the last token at once; in the same piece it is no further event, which clients that
             // measure the time between tokens would take for one.
@@ -88,21 +104,23 @@ impl Choice {
                 false => self.outputs.try_next(),
             };
             if output.is_none() {
-                return Ok(piece);
+                return Ok(());
             }
         }
     }
 
     fn take(&mut self, output: Output, piece: &mut Piece) -> Result<(), RequestError> {
         match output {
-            Output::Token { id, cached_tokens } => {
+            Output::Token { id, cached_tokens, logprobs } => {
                 self.share.completion_tokens += 1;
                 self.share.cached_tokens = cached_tokens;
+                self.logprobs.extend(logprobs.map(|logprobs| self.entry(id, &logprobs)));
                 if let Some(stop) = self.text.push(id, &mut piece.text) {
                     piece.finish = Some(stopped_by(stop));
                 }
             }
-            Output::Finished { reason, stop_token, usage, .. } => {
+            Output::Finished { reason, stop_token, usage, timeline } => {
+                self.share.report = Some(Report::new(timeline, &usage));
                 self.share.completion_tokens = usage.completion_tokens;
                 self.share.cached_tokens = usage.cached_tokens;
                 // The last token may have left text behind that is only now known to be no stop string; and
@@ -117,6 +135,16 @@ impl Choice {
             Output::Failed(error) => return Err(error),
         }
         Ok(())
+    }
+
+    /// Before the token's text is taken.
+    fn entry(&self, id: TokenId, logprobs: &Logprobs) -> Entry {
+        let scored = |id, logprob| Scored { bytes: self.text.token_bytes(id).to_vec(), logprob };
+        Entry {
+            offset: self.text.chars(),
+            token: scored(id, logprobs.logprob),
+            top: logprobs.top.iter().map(|&(id, logprob)| scored(id, logprob)).collect(),
+        }
     }
 }
 

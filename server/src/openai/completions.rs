@@ -29,7 +29,7 @@ pub async fn completions(
     state.check_model(fields.str("model")?)?;
     let serving = state.serving()?;
     check_completions(&fields)?;
-    let options = Options::parse(&fields, &serving.defaults, serving.engine.info())?;
+    let options = Options::parse(Api::Completions, &fields, &serving.defaults, serving.engine.info())?;
     let prompts = take_prompts(&mut fields)?;
     check_count(prompts.len() * options.n, serving.engine.info().max_queued)?;
     let prompts = serving.text.clone().encode(prompts).await?;

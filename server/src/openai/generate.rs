@@ -6,11 +6,12 @@ use axum::Json;
 use axum::response::{IntoResponse, Response};
 use engine::api::{GenerateRequest, RequestError, TokenId};
 use futures_util::future::try_join_all;
+use serde_json::Value;
 
 use super::choice::{Choice, Share};
 use super::options::Options;
 use super::response::{Answer, Api, Envelope, Usage};
-use super::sse;
+use super::{sse, timeline};
 use crate::error::ApiError;
 use crate::layers::RequestId;
 use crate::state::{AppState, Serving, unix_time};
@@ -31,8 +32,11 @@ pub async fn respond(state: &AppState, serving: &Serving, job: Job) -> Result<Re
     let choices = submit(state, serving, &job)?;
     let envelope = Envelope::new(job.api, &job.request_id.0, unix_time(), &state.model_name);
     match job.options.stream {
-        Some(options) => sse::respond(envelope, options, choices, state.drain.clone()).await,
-        None => Ok(collect(envelope, choices).await?.into_response()),
+        Some(stream) => {
+            let return_timeline = job.options.return_timeline;
+            sse::respond(envelope, stream, return_timeline, choices, state.drain.clone()).await
+        }
+        None => Ok(collect(envelope, &job.options, choices).await?.into_response()),
     }
 }
 
@@ -50,7 +54,8 @@ fn submit(state: &AppState, serving: &Serving, job: &Job) -> Result<Vec<Choice>,
                 arrival: job.arrival,
                 timeout: state.request_timeout,
             };
-            let text = serving.text.answer(&job.options.stop, job.options.skip_special_tokens)?;
+            let min_tokens = request.sampling.min_tokens;
+            let text = serving.text.answer(&job.options.stop, min_tokens, job.options.skip_special_tokens)?;
             let max_tokens = request.sampling.max_tokens;
             let outputs = serving.engine.submit(request)?;
             let share = Share { prompt, prompt_tokens: ids.len(), ..Share::default() };
@@ -60,19 +65,27 @@ fn submit(state: &AppState, serving: &Serving, job: &Job) -> Result<Vec<Choice>,
     Ok(choices)
 }
 
-async fn collect(envelope: Envelope, choices: Vec<Choice>) -> Result<Json<serde_json::Value>, ApiError> {
-    let finished = try_join_all(choices.into_iter().map(finish)).await?;
-    let (answers, choices): (Vec<_>, Vec<_>) = finished.into_iter().unzip();
-    Ok(Json(envelope.answer(answers, usage(&choices))))
+async fn collect(
+    envelope: Envelope,
+    options: &Options,
+    choices: Vec<Choice>,
+) -> Result<Json<Value>, ApiError> {
+    let with_logprobs = options.with_logprobs();
+    let finished = try_join_all(choices.into_iter().map(|choice| finish(choice, with_logprobs))).await?;
+    let (answers, shares): (Vec<_>, Vec<_>) = finished.into_iter().unzip();
+    let timeline = timeline::fields(options.return_timeline, &shares);
+    Ok(Json(envelope.answer(answers, usage(&shares), timeline)))
 }
 
-async fn finish(mut choice: Choice) -> Result<(Answer, Share), RequestError> {
-    let mut text = String::new();
+async fn finish(mut choice: Choice, with_logprobs: bool) -> Result<(Answer, Share), RequestError> {
+    let (mut text, mut logprobs) = (String::new(), Vec::new());
     loop {
         let piece = choice.next().await?;
         text.push_str(&piece.text);
+        logprobs.extend(piece.logprobs);
         if let Some(finish) = piece.finish {
-            return Ok((Answer { text, finish }, choice.share));
+            let logprobs = with_logprobs.then_some(logprobs);
+            return Ok((Answer { text, logprobs, finish }, choice.share));
         }
     }
 }
@@ -93,8 +106,8 @@ mod tests {
 
     #[test]
     fn a_prompt_counts_once_however_many_answers_it_got() {
-        let share =
-            |prompt, cached_tokens| Share { prompt, prompt_tokens: 10, completion_tokens: 4, cached_tokens };
+        let base = Share { prompt_tokens: 10, completion_tokens: 4, ..Share::default() };
+        let share = |prompt, cached_tokens| Share { prompt, cached_tokens, ..base };
         let shares = [share(0, 0), share(0, 8), share(1, 3), share(1, 8)];
         assert_eq!(usage(&shares), Usage::new(20, 16, 3));
         assert_eq!(usage(&[share(0, 2)]), Usage::new(10, 4, 2));

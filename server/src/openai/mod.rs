@@ -3,7 +3,10 @@
 //! Invariants: a field that would change the answer is obeyed or refused, never ignored; joined pieces of a stream
 //! are the text of the same request without `stream`; a stream that ends with `[DONE]` is whole.
 //!
-//! Not here: log-probabilities, penalties, structured output, parsing of tool calls.
+//! Of our own: `return_timeline: true` adds `timeline` to the answer; see [`timeline`]. Which log-probabilities are told
+//! for which tokens: see [`logprobs`].
+//!
+//! Not here: structured output, prompts in the answer (`echo`, `prompt_logprobs`), parsing of tool calls.
 
 mod body;
 pub mod chat;
@@ -11,12 +14,15 @@ mod choice;
 pub mod completions;
 mod fields;
 mod generate;
+mod logprobs;
 mod message;
 pub mod models;
 mod options;
 mod prompt;
 mod response;
+mod sampling;
 mod sse;
+mod timeline;
 pub mod tokenize;
 mod unsupported;
 

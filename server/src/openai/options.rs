@@ -1,20 +1,19 @@
-//! The fields that completions and chat share: sampling, limits, stops, streaming.
+//! The fields that completions and chat share: sampling, limits, stops, streaming, timeline.
 
-use engine::api::{SamplingParams, TokenId};
+use engine::api::SamplingParams;
 use engine::handle::EngineInfo;
 use models::SamplingDefaults;
 use serde_json::Value;
 
-use super::fields::{Fields, integer};
-use super::unsupported::check_min_tokens;
+use super::fields::Fields;
+use super::response::Api;
+use super::sampling::sampling;
 use crate::error::ApiError;
 
 /// OpenAI takes 4 stop strings and vLLM 4; each is looked for in every token's text, so there is a limit.
 const MAX_STOPS: usize = 16;
 /// Each answer of `n` takes a place in the queue.
 const MAX_N: usize = 128;
-/// What vLLM samples with when neither the request nor the model's files say.
-const DEFAULT_TEMPERATURE: f32 = 1.0;
 
 /// How to generate; the same for every prompt and answer of a request.
 #[derive(Clone, Debug, PartialEq)]
@@ -29,6 +28,8 @@ pub struct Options {
     /// Leave control tokens such as `<|im_end|>` out of the text.
     pub skip_special_tokens: bool,
     pub cache_salt: Option<String>,
+    /// Say where the time went.
+    pub return_timeline: bool,
     /// `None`: one JSON answer.
     pub stream: Option<StreamOptions>,
 }
@@ -43,22 +44,33 @@ pub struct StreamOptions {
 }
 
 impl Options {
-    pub fn parse(fields: &Fields, defaults: &SamplingDefaults, info: &EngineInfo) -> Result<Self, ApiError> {
-        let sampling = sampling(fields, defaults, info)?;
-        let options = Self {
+    pub fn parse(
+        api: Api,
+        fields: &Fields,
+        defaults: &SamplingDefaults,
+        info: &EngineInfo,
+    ) -> Result<Self, ApiError> {
+        let sampling = sampling(api, fields, defaults, info)?;
+        let max_tokens = max_tokens(fields, info.max_model_len)?;
+        // With the API's default as limit, the engine checks.
+        if let Some(max_tokens) = max_tokens.filter(|&max_tokens| sampling.min_tokens > max_tokens) {
+            return Err(fields.unexpected("min_tokens", format!("at most max_tokens, which is {max_tokens}")));
+        }
+        Ok(Self {
             n: count(fields, sampling.temperature)?,
-            max_tokens: max_tokens(fields, info.max_model_len)?,
+            max_tokens,
             sampling,
             stop: stop(fields)?,
             skip_special_tokens: fields.bool("skip_special_tokens")?.unwrap_or(true),
             cache_salt: cache_salt(fields)?,
+            return_timeline: fields.bool("return_timeline")?.unwrap_or(false),
             stream: stream(fields)?,
-        };
-        let sampling = &options.sampling;
-        let ends_early =
-            !sampling.ignore_eos || !options.stop.is_empty() || !sampling.stop_token_ids.is_empty();
-        check_min_tokens(fields, options.max_tokens.unwrap_or(info.max_model_len), ends_early)?;
-        Ok(options)
+        })
+    }
+
+    /// Whether each token's log-probability was asked for.
+    pub fn with_logprobs(&self) -> bool {
+        self.sampling.logprobs.is_some()
     }
 
     /// Parameters of answer number `index` to a prompt of `prompt_tokens`: `max_tokens`, else `default`, as far
@@ -78,45 +90,6 @@ impl Options {
             ..self.sampling.clone()
         }
     }
-}
-
-fn sampling(
-    fields: &Fields,
-    defaults: &SamplingDefaults,
-    info: &EngineInfo,
-) -> Result<SamplingParams, ApiError> {
-    let temperature =
-        fields.number_within("temperature", "a number in [0, 2]", |t| (0.0..=2.0).contains(&t))?;
-    let top_p = fields.number_within("top_p", "a number in (0, 1]", |p| p > 0.0 && p <= 1.0)?;
-    // Below the smallest f32 these would become 0, which means something else.
-    let narrow = |wide: f64| if wide > 0.0 { (wide as f32).max(f32::MIN_POSITIVE) } else { 0.0 };
-    let default_temperature = defaults.temperature.unwrap_or(DEFAULT_TEMPERATURE);
-    Ok(SamplingParams {
-        temperature: temperature.map_or(default_temperature, narrow),
-        top_k: top_k(fields)?.unwrap_or(defaults.top_k),
-        top_p: top_p.map_or(defaults.top_p.unwrap_or(1.0), narrow),
-        seed: seed(fields)?,
-        max_tokens: 0,
-        ignore_eos: fields.bool("ignore_eos")?.unwrap_or(false),
-        stop_token_ids: stop_token_ids(fields, info.vocab_size)?,
-    })
-}
-
-/// Outer `None`: not given. Inner `None`: no limit.
-fn top_k(fields: &Fields) -> Result<Option<Option<u32>>, ApiError> {
-    let top_k = fields.integer("top_k")?;
-    let read = |k: i128| match k {
-        -1 | 0 => Ok(None),
-        1.. => Ok(Some(u32::try_from(k).unwrap_or(u32::MAX))),
-        _ => Err(fields.unexpected("top_k", "0 or -1 (off), or at least 1")),
-    };
-    top_k.map(read).transpose()
-}
-
-/// Any 64-bit number, signed or not; -1 means none, as in vLLM.
-fn seed(fields: &Fields) -> Result<Option<u64>, ApiError> {
-    let seed = fields.integer_within("seed", i64::MIN.into(), u64::MAX.into())?;
-    Ok(seed.filter(|&seed| seed != -1).map(|seed| seed as u64))
 }
 
 fn count(fields: &Fields, temperature: f32) -> Result<usize, ApiError> {
@@ -155,17 +128,6 @@ fn stop(fields: &Fields) -> Result<Vec<String>, ApiError> {
         Some(value) => string(value).map(|stop| vec![stop]),
     };
     stops.ok_or_else(|| fields.unexpected("stop", expected))
-}
-
-fn stop_token_ids(fields: &Fields, vocab_size: usize) -> Result<Vec<TokenId>, ApiError> {
-    let id = |value: &Value| {
-        integer(value).filter(|id| (0..vocab_size as i128).contains(id)).map(|id| id as TokenId)
-    };
-    let ids = match fields.get("stop_token_ids") {
-        None => Some(Vec::new()),
-        Some(value) => value.as_array().and_then(|list| list.iter().map(id).collect()),
-    };
-    ids.ok_or_else(|| fields.unexpected("stop_token_ids", format!("a list of token ids below {vocab_size}")))
 }
 
 fn cache_salt(fields: &Fields) -> Result<Option<String>, ApiError> {

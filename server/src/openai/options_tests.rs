@@ -6,8 +6,8 @@ const DEFAULTS: SamplingDefaults = SamplingDefaults {
     temperature: Some(0.6),
     top_k: Some(20),
     top_p: Some(0.95),
-    min_p: None,
-    repetition_penalty: None,
+    min_p: Some(0.05),
+    repetition_penalty: Some(1.1),
 };
 
 fn info() -> EngineInfo {
@@ -22,7 +22,11 @@ fn info() -> EngineInfo {
 }
 
 fn parse(request: Value) -> Result<Options, ApiError> {
-    Options::parse(&Fields::new(request.as_object().unwrap().clone()), &DEFAULTS, &info())
+    parse_for(Api::Completions, request)
+}
+
+fn parse_for(api: Api, request: Value) -> Result<Options, ApiError> {
+    Options::parse(api, &Fields::new(request.as_object().unwrap().clone()), &DEFAULTS, &info())
 }
 
 fn sampling(request: Value) -> SamplingParams {
@@ -33,10 +37,11 @@ fn sampling(request: Value) -> SamplingParams {
 fn what_a_request_leaves_out_comes_from_the_model() {
     let params = sampling(json!({}));
     assert_eq!((params.temperature, params.top_k, params.top_p), (0.6, Some(20), 0.95));
+    assert_eq!((params.min_p, params.repetition_penalty), (0.05, 1.1));
     assert_eq!((params.max_tokens, params.seed, params.ignore_eos), (16, None, false));
-    let bare = Options::parse(&Fields::default(), &SamplingDefaults::default(), &info()).unwrap();
+    let bare = Options::parse(Api::Chat, &Fields::default(), &SamplingDefaults::default(), &info()).unwrap();
     let params = bare.sampling_for(0, 1, 1, 512);
-    assert_eq!((params.temperature, params.top_k, params.top_p), (1.0, None, 1.0));
+    assert_eq!(params, SamplingParams { temperature: 1.0, max_tokens: 1, ..SamplingParams::default() });
 }
 
 #[test]
@@ -51,6 +56,57 @@ fn what_a_request_says_wins() {
     assert_eq!(sampling(json!({"seed": -1})).seed, None);
     assert_eq!(sampling(json!({"seed": u64::MAX})).seed, Some(u64::MAX));
     assert!(sampling(json!({"temperature": 1e-60})).temperature > 0.0);
+}
+
+#[test]
+fn penalties_bias_and_least_length() {
+    let params = sampling(json!({
+        "min_p": 0, "repetition_penalty": 1, "presence_penalty": -2, "frequency_penalty": 0.5,
+        "logit_bias": {"999": -100, "3": 250.5}, "min_tokens": 16,
+    }));
+    assert_eq!((params.min_p, params.repetition_penalty), (0.0, 1.0));
+    assert_eq!((params.presence_penalty, params.frequency_penalty), (-2.0, 0.5));
+    assert_eq!(params.logit_bias, [(999, -100.0), (3, 100.0)]);
+    assert_eq!((params.min_tokens, params.logprobs), (16, None));
+    params.check(1000).unwrap();
+    assert!(sampling(json!({"min_p": 1e-60})).min_p > 0.0);
+}
+
+#[test]
+fn completions_and_chat_ask_for_logprobs_in_their_own_words() {
+    let asked = |api, request| parse_for(api, request).unwrap().sampling_for(0, 12, 16, 512).logprobs;
+    for (request, expected) in [
+        (json!({"logprobs": 0}), Some(0)),
+        (json!({"logprobs": 20}), Some(20)),
+        (json!({"logprobs": null}), None),
+    ] {
+        assert_eq!(asked(Api::Completions, request), expected);
+    }
+    for (request, expected) in [
+        (json!({"logprobs": true}), Some(0)),
+        (json!({"logprobs": true, "top_logprobs": 0}), Some(0)),
+        (json!({"logprobs": true, "top_logprobs": 20}), Some(20)),
+        (json!({"logprobs": false, "top_logprobs": 0}), None),
+        (json!({}), None),
+    ] {
+        assert_eq!(asked(Api::Chat, request), expected);
+    }
+    for (api, request, expected) in [
+        (Api::Completions, json!({"logprobs": 21}), "logprobs is 21, expected a whole number in [0, 20]"),
+        (Api::Completions, json!({"logprobs": -1}), "logprobs is -1, expected a whole number in [0, 20]"),
+        (Api::Completions, json!({"logprobs": true}), "logprobs is true, expected a whole number"),
+        (Api::Chat, json!({"logprobs": 3}), "logprobs is 3, expected true or false"),
+        (Api::Chat, json!({"logprobs": true, "top_logprobs": 21}), "top_logprobs is 21, expected a whole"),
+        (Api::Chat, json!({"top_logprobs": 3}), "top_logprobs is 3, expected 0 unless logprobs is true"),
+        (
+            Api::Chat,
+            json!({"logprobs": false, "top_logprobs": 3}),
+            "top_logprobs is 3, expected 0 unless logprobs is true",
+        ),
+    ] {
+        let message = parse_for(api, request.clone()).unwrap_err().message;
+        assert!(message.starts_with(expected), "{request}: {message}");
+    }
 }
 
 #[test]
@@ -106,7 +162,28 @@ fn bad_values_are_refused_by_name() {
         (json!({"stream_options": {}}), "stream_options is {}, expected no such field unless stream is true"),
         (json!({"stream": true, "stream_options": 1}), "stream_options is 1, expected an object"),
         (json!({"ignore_eos": 1}), "ignore_eos is 1, expected true or false"),
-        (json!({"min_tokens": 30, "max_tokens": 20}), "min_tokens is 30, expected at most max_tokens"),
+        (
+            json!({"min_tokens": 30, "max_tokens": 20}),
+            "min_tokens is 30, expected at most max_tokens, which is 20",
+        ),
+        (json!({"min_tokens": -1}), "min_tokens is -1, expected a whole number of at least 0"),
+        (json!({"min_p": 1.5}), "min_p is 1.5, expected a number in [0, 1]"),
+        (json!({"min_p": "x"}), "min_p is \"x\", expected a number in [0, 1]"),
+        (json!({"repetition_penalty": 0}), "repetition_penalty is 0, expected a number above 0"),
+        (json!({"repetition_penalty": 1e300}), "repetition_penalty is 1e+300, expected a number above 0"),
+        (json!({"presence_penalty": 5}), "presence_penalty is 5, expected a number in [-2, 2]"),
+        (json!({"frequency_penalty": -5}), "frequency_penalty is -5, expected a number in [-2, 2]"),
+        (json!({"logit_bias": [1]}), "logit_bias is [1], expected an object with token ids"),
+        (
+            json!({"logit_bias": {"1000": 1}}),
+            "logit_bias has the key \"1000\", expected token ids below 1000",
+        ),
+        (json!({"logit_bias": {"-1": 1}}), "logit_bias has the key \"-1\", expected token ids"),
+        (json!({"logit_bias": {"05": 1}}), "logit_bias has the key \"05\", expected token ids"),
+        (json!({"logit_bias": {"the": 1}}), "logit_bias has the key \"the\", expected token ids"),
+        (json!({"logit_bias": {"5": "x"}}), "logit_bias.5 is \"x\", expected a number in [-100, 100]"),
+        (json!({"logit_bias": {"5": null}}), "logit_bias.5 is null, expected a number"),
+        (json!({"return_timeline": "yes"}), "return_timeline is \"yes\", expected true or false"),
     ];
     for (request, expected) in cases {
         let error = parse(request.clone()).unwrap_err();

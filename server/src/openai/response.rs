@@ -1,9 +1,10 @@
 //! The shapes of answers and of stream events, in OpenAI's words with vLLM's additions.
 
 use serde::Serialize;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
-use super::choice::Finish;
+use super::choice::{Finish, Piece};
+use super::logprobs::{Entry, of_chat, of_completion};
 
 /// What made the answer; clients compare it to notice a change of server.
 const SYSTEM_FINGERPRINT: &str = concat!("kvferry-", env!("CARGO_PKG_VERSION"));
@@ -72,6 +73,8 @@ pub struct Envelope {
 #[derive(Clone, Debug)]
 pub struct Answer {
     pub text: String,
+    /// `None` unless asked for.
+    pub logprobs: Option<Vec<Entry>>,
     pub finish: Finish,
 }
 
@@ -86,6 +89,8 @@ struct Chunk<'a> {
     usage: Option<Usage>,
     #[serde(skip_serializing_if = "Option::is_none")]
     system_fingerprint: Option<&'static str>,
+    #[serde(flatten)]
+    timeline: Map<String, Value>,
 }
 
 impl Envelope {
@@ -93,27 +98,37 @@ impl Envelope {
         Self { api, id: format!("{}-{request_id}", api.id_prefix()), created, model: model.to_owned() }
     }
 
-    /// The whole answer.
-    pub fn answer(&self, answers: Vec<Answer>, usage: Usage) -> Value {
+    /// The whole answer, with the fields of `timeline`.
+    pub fn answer(&self, answers: Vec<Answer>, usage: Usage, timeline: Map<String, Value>) -> Value {
         let choices: Vec<_> =
             answers.into_iter().enumerate().map(|(i, answer)| self.choice(i, answer)).collect();
-        json!({
+        let mut answer = json!({
             "id": self.id, "object": self.api.object(false), "created": self.created, "model": self.model,
             "choices": choices, "service_tier": null, "system_fingerprint": SYSTEM_FINGERPRINT, "usage": usage,
-        })
+        });
+        answer.as_object_mut().expect("made as an object. This is a bug.").extend(timeline);
+        answer
     }
 
-    fn choice(&self, index: usize, Answer { text, finish }: Answer) -> Value {
+    fn choice(&self, index: usize, Answer { text, logprobs, finish }: Answer) -> Value {
         let (reason, stop) = (finish.reason, finish.stop_reason);
+        let logprobs = logprobs.map(|entries| self.logprobs(&entries));
         match self.api {
             Api::Completions => json!({
-                "index": index, "text": text, "logprobs": null, "finish_reason": reason, "stop_reason": stop,
+                "index": index, "text": text, "logprobs": logprobs, "finish_reason": reason, "stop_reason": stop,
             }),
             Api::Chat => json!({
                 "index": index,
                 "message": {"role": "assistant", "content": text, "refusal": null},
-                "logprobs": null, "finish_reason": reason, "stop_reason": stop,
+                "logprobs": logprobs, "finish_reason": reason, "stop_reason": stop,
             }),
+        }
+    }
+
+    fn logprobs(&self, entries: &[Entry]) -> Value {
+        match self.api {
+            Api::Completions => of_completion(entries),
+            Api::Chat => of_chat(entries),
         }
     }
 
@@ -121,30 +136,38 @@ impl Envelope {
     pub fn opening(&self, index: usize, usage: Option<Usage>) -> Option<String> {
         let delta = json!({"role": "assistant", "content": ""});
         let choice = json!({"index": index, "delta": delta, "logprobs": null, "finish_reason": null});
-        (self.api == Api::Chat).then(|| self.chunk(&[choice], usage, false))
+        (self.api == Api::Chat).then(|| self.chunk(&[choice], usage, false, Map::new()))
     }
 
-    /// More text of a choice, and its end if `finish` is there.
-    pub fn piece(&self, index: usize, text: &str, finish: Option<&Finish>, usage: Option<Usage>) -> String {
+    /// More of a choice, and its end if that is there.
+    pub fn piece(&self, index: usize, piece: &Piece, usage: Option<Usage>) -> String {
+        let (text, finish) = (&piece.text, piece.finish.as_ref());
         let (reason, stop) = (finish.map(|f| f.reason), finish.and_then(|f| f.stop_reason.as_ref()));
+        let logprobs = (!piece.logprobs.is_empty()).then(|| self.logprobs(&piece.logprobs));
         let choice = match self.api {
             Api::Completions => json!({
-                "index": index, "text": text, "logprobs": null, "finish_reason": reason, "stop_reason": stop,
+                "index": index, "text": text, "logprobs": logprobs, "finish_reason": reason, "stop_reason": stop,
             }),
             Api::Chat => json!({
-                "index": index, "delta": {"content": text}, "logprobs": null, "finish_reason": reason,
+                "index": index, "delta": {"content": text}, "logprobs": logprobs, "finish_reason": reason,
                 "stop_reason": stop,
             }),
         };
-        self.chunk(&[choice], usage, finish.is_some())
+        self.chunk(&[choice], usage, finish.is_some(), Map::new())
     }
 
-    /// The last chunk of a stream that was asked for its usage.
-    pub fn usage(&self, usage: Usage) -> String {
-        self.chunk(&[], Some(usage), true)
+    /// The last chunk of a stream that was asked for its usage or its timeline.
+    pub fn last(&self, usage: Option<Usage>, timeline: Map<String, Value>) -> String {
+        self.chunk(&[], usage, true, timeline)
     }
 
-    fn chunk(&self, choices: &[Value], usage: Option<Usage>, last: bool) -> String {
+    fn chunk(
+        &self,
+        choices: &[Value],
+        usage: Option<Usage>,
+        last: bool,
+        timeline: Map<String, Value>,
+    ) -> String {
         let chunk = Chunk {
             id: &self.id,
             object: self.api.object(true),
@@ -153,6 +176,7 @@ impl Envelope {
             choices,
             usage,
             system_fingerprint: last.then_some(SYSTEM_FINGERPRINT),
+            timeline,
         };
         serde_json::to_string(&chunk).expect("strings and numbers always serialize. This is a bug.")
     }

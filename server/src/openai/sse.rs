@@ -15,6 +15,7 @@ use super::choice::{Choice, Piece, Share};
 use super::generate::usage;
 use super::options::StreamOptions;
 use super::response::Envelope;
+use super::timeline;
 use crate::error::ApiError;
 use crate::shutdown::{Drain, Running};
 use crate::state::AppState;
@@ -27,6 +28,7 @@ const NO_CACHE: HeaderValue = HeaderValue::from_static("no-cache");
 pub async fn respond(
     envelope: Envelope,
     options: StreamOptions,
+    return_timeline: bool,
     choices: Vec<Choice>,
     drain: Drain,
 ) -> Result<Response, ApiError> {
@@ -37,7 +39,8 @@ pub async fn respond(
         first => first,
     };
     let cut = Box::pin(drain.cut());
-    let events = Events { envelope, options, updates, first, opened, shares, cut, running: drain.enter() };
+    let running = drain.enter();
+    let events = Events { envelope, options, return_timeline, updates, first, opened, shares, cut, running };
     let body = stream::unfold(Some(events), |events| async move {
         let mut events = events?;
         let (bytes, more) = events.next().await;
@@ -69,6 +72,7 @@ fn updates(choice: Choice) -> impl Stream<Item = Update> + Send + 'static {
 struct Events {
     envelope: Envelope,
     options: StreamOptions,
+    return_timeline: bool,
     updates: SelectAll<BoxStream<'static, Update>>,
     /// Was awaited before the answer began.
     first: Option<Update>,
@@ -121,13 +125,15 @@ impl Events {
             }
         }
         if !piece.text.is_empty() || piece.finish.is_some() {
-            event(out, &self.envelope.piece(index, &piece.text, piece.finish.as_ref(), stats(share)));
+            event(out, &self.envelope.piece(index, &piece, stats(share)));
         }
     }
 
     fn done(&self, mut out: String) -> (Bytes, bool) {
-        if self.options.include_usage {
-            event(&mut out, &self.envelope.usage(usage(&self.shares)));
+        let usage = self.options.include_usage.then(|| usage(&self.shares));
+        let timeline = timeline::fields(self.return_timeline, &self.shares);
+        if usage.is_some() || !timeline.is_empty() {
+            event(&mut out, &self.envelope.last(usage, timeline));
         }
         event(&mut out, "[DONE]");
         (out.into(), false)

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::fields::{Fields, integer};
+use super::fields::Fields;
 use crate::error::ApiError;
 
 /// A field, the values that change nothing, and those values in words.
@@ -18,11 +18,6 @@ const fn field(name: &'static str, neutral: fn(&Value) -> bool, expected: &'stat
 
 /// In both APIs.
 const COMMON: &[Field] = &[
-    field("presence_penalty", is_zero, "0"),
-    field("frequency_penalty", is_zero, "0"),
-    field("repetition_penalty", is_one, "1"),
-    field("min_p", is_zero, "0"),
-    field("logit_bias", is_empty, "an empty object"),
     field("prompt_logprobs", never, "null"),
     field("best_of", is_one, "1"),
     field("use_beam_search", is_false, "false"),
@@ -45,15 +40,12 @@ const COMMON: &[Field] = &[
 ];
 
 const COMPLETIONS: &[Field] = &[
-    field("logprobs", never, "null"),
     field("echo", is_false, "false"),
     field("suffix", never, "null"),
     field("prompt_embeds", never, "null"),
 ];
 
 const CHAT: &[Field] = &[
-    field("logprobs", is_false, "false"),
-    field("top_logprobs", is_zero, "0"),
     field("echo", is_false, "false"),
     field("chat_template", never, "null: this server renders only the model's own template"),
     field("functions", is_empty, "an empty list; use tools"),
@@ -118,23 +110,6 @@ fn is_text_only(value: &Value) -> bool {
     value.as_array().is_some_and(|kinds| kinds.iter().all(|kind| kind.as_str() == Some("text")))
 }
 
-/// `min_tokens` is not implemented either, but it changes nothing where no token can end the text early.
-pub fn check_min_tokens(fields: &Fields, max_tokens: usize, ends_early: bool) -> Result<(), ApiError> {
-    let Some(min_tokens) = fields.get("min_tokens") else { return Ok(()) };
-    let number = integer(min_tokens).filter(|&n| n >= 0);
-    let number = number.ok_or_else(|| fields.unexpected("min_tokens", "a whole number of at least 0"))?;
-    if number > max_tokens as i128 {
-        return Err(fields.unexpected("min_tokens", format!("at most max_tokens, which is {max_tokens}")));
-    }
-    match number > 0 && ends_early {
-        true => {
-            Err(fields
-                .unexpected("min_tokens", "0 unless ignore_eos is true and nothing else can stop the text"))
-        }
-        false => Ok(()),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use serde_json::json;
@@ -148,12 +123,11 @@ mod tests {
     #[test]
     fn neutral_values_pass() {
         let common = json!({
-            "presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0,
-            "logit_bias": {}, "best_of": 1, "response_format": {"type": "text"}, "logprobs": null,
-            "echo": false, "suffix": null, "user": "u", "whatever": [1],
+            "best_of": 1, "response_format": {"type": "text"}, "bad_words": [], "priority": 0, "echo": false,
+            "suffix": null, "user": "u", "whatever": [1],
         });
         check_completions(&fields(common)).unwrap();
-        check_chat(&fields(json!({"logprobs": false, "top_logprobs": 0, "modalities": ["text"]}))).unwrap();
+        check_chat(&fields(json!({"function_call": "none", "modalities": ["text"]}))).unwrap();
     }
 
     #[test]
@@ -169,15 +143,5 @@ mod tests {
         for entry in CHAT {
             assert!(check_chat(&fields(json!({ entry.name: 7.5 }))).is_err(), "{}", entry.name);
         }
-    }
-
-    #[test]
-    fn min_tokens_passes_only_where_it_changes_nothing() {
-        let request = fields(json!({"min_tokens": 5}));
-        check_min_tokens(&request, 5, false).unwrap();
-        assert!(check_min_tokens(&request, 5, true).is_err());
-        assert!(check_min_tokens(&request, 4, false).unwrap_err().message.contains("at most max_tokens"));
-        check_min_tokens(&fields(json!({"min_tokens": 0})), 1, true).unwrap();
-        assert!(check_min_tokens(&fields(json!({"min_tokens": -1})), 1, false).is_err());
     }
 }

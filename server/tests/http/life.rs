@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
+use engine::event::Event;
 use serde_json::{Value, json};
+use server::args::Role;
 use server::readiness::State;
 
 use crate::support::*;
@@ -112,4 +114,18 @@ async fn an_idle_server_stops_at_once_even_with_open_connections() {
     assert_eq!(harness.post(PATH, completion("x", json!({}))).await.0, 200);
     harness.signal();
     harness.stopped().await;
+}
+
+#[tokio::test]
+async fn every_role_resets_its_prefix_cache() {
+    for role in [Role::Both, Role::Prefill, Role::Decode] {
+        let mut harness = start(Setup { role, ..Setup::default() }).await;
+        let response =
+            harness.client.post(format!("{}/reset_prefix_cache", harness.url)).send().await.unwrap();
+        assert_eq!(json_of(response).await, (200, json!({})));
+        assert!(matches!(harness.event().await, Event::ResetPrefixCache));
+    }
+    let harness = start(Setup { loaded: false, ..Setup::default() }).await;
+    assert_eq!(harness.post("/reset_prefix_cache", json!({})).await.0, 503);
+    assert_eq!(harness.get("/reset_prefix_cache").await.0, 405);
 }

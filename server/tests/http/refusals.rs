@@ -28,7 +28,21 @@ async fn bad_fields_are_named() {
         (COMPLETIONS, completion("x", json!({"prompt": [VOCAB_SIZE]})), "token id 4160 is out of range"),
         (COMPLETIONS, completion("x", json!({"prompt": [-1]})), "prompt.0 is -1, expected"),
         (COMPLETIONS, completion("x", json!({"echo": true})), "echo is true, expected false"),
-        (COMPLETIONS, completion("x", json!({"logprobs": 1})), "logprobs is 1, expected null"),
+        (COMPLETIONS, completion("x", json!({"logprobs": 21})), "logprobs is 21, expected a whole number in"),
+        (COMPLETIONS, completion("x", json!({"logit_bias": {"4160": 1}})), "logit_bias has the key \"4160\""),
+        (COMPLETIONS, completion("x", json!({"logit_bias": {"1": true}})), "logit_bias.1 is true, expected"),
+        (
+            COMPLETIONS,
+            completion("x", json!({"min_tokens": 65})),
+            "min_tokens is 65, expected at most max_tok",
+        ),
+        (
+            COMPLETIONS,
+            completion("x", json!({"min_tokens": 17, "max_tokens": null})),
+            "min_tokens is 17, expected at most max_tokens",
+        ),
+        (COMPLETIONS, completion("x", json!({"repetition_penalty": 0})), "repetition_penalty is 0, expected"),
+        (COMPLETIONS, completion("x", json!({"return_timeline": 1})), "return_timeline is 1, expected true"),
         (COMPLETIONS, completion("x", json!({"suffix": "s"})), "suffix is \"s\", expected null"),
         (COMPLETIONS, completion("x", json!({"best_of": 2})), "best_of is 2, expected 1"),
         (COMPLETIONS, completion("x", json!({"max_tokens": 0})), "max_tokens is 0, expected"),
@@ -41,8 +55,8 @@ async fn bad_fields_are_named() {
         (CHAT, chat("x", json!({"messages": []})), "messages is an empty list"),
         (CHAT, chat("x", json!({"messages": "hi"})), "messages is \"hi\", expected"),
         (CHAT, chat("x", json!({"messages": [{"role": "user"}]})), "messages.0.content is missing"),
-        (CHAT, chat("x", json!({"top_logprobs": 3})), "top_logprobs is 3, expected 0"),
-        (CHAT, chat("x", json!({"presence_penalty": 1})), "presence_penalty is 1, expected 0"),
+        (CHAT, chat("x", json!({"top_logprobs": 3})), "top_logprobs is 3, expected 0 unless logprobs"),
+        (CHAT, chat("x", json!({"presence_penalty": 5})), "presence_penalty is 5, expected a number"),
         (CHAT, chat("x", json!({"tool_choice": "required"})), "tool_choice is \"required\", expected"),
         (CHAT, chat("x", json!({"response_format": {"type": "json_object"}})), "response_format is {"),
         (
@@ -60,6 +74,8 @@ async fn bad_fields_are_named() {
             }
             let (status, answer) = harness.post(path, request).await;
             check(status, &answer, 400, message);
+            let param = answer["error"]["param"].as_str().unwrap_or("chat_template_kwargs");
+            assert!(param == "prompt" || message.starts_with(param), "{param} in {message}");
         }
     }
     assert_eq!(harness.post(COMPLETIONS, completion("x", json!({}))).await.0, 200);

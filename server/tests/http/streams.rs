@@ -23,9 +23,12 @@ async fn an_error_before_the_first_token_has_its_status() {
             let reply =
                 tokio::spawn(harness.request(PATH, completion("x", json!({"stream": stream}))).send());
             fail(&harness.submission().await, error.clone());
-            let (status, answer) = json_of(soon(reply).await.unwrap().unwrap()).await;
+            let response = soon(reply).await.unwrap().unwrap();
+            let retry = response.headers().get("retry-after").map(|value| value.to_str().unwrap().to_owned());
+            let (status, answer) = json_of(response).await;
             assert_eq!(status, expected);
             assert_eq!(answer["error"]["message"], error.to_string());
+            assert_eq!(retry.as_deref(), matches!(expected, 429 | 503).then_some("1"));
         }
     }
 }

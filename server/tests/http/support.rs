@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::routing::get;
-use engine::api::{FinishReason, GenerateRequest, Output, RequestError, TokenId, Usage};
+use engine::api::{FinishReason, GenerateRequest, Logprobs, Output, RequestError, TokenId, Usage};
 use engine::event::Event;
 use engine::handle::{EngineHandle, EngineInfo, RequestId, Submission};
 use engine::metrics::Metrics;
@@ -157,7 +157,7 @@ impl Harness {
         }
     }
 
-    async fn event(&mut self) -> Event {
+    pub async fn event(&mut self) -> Event {
         soon(self.events.recv()).await.expect("the server is there as long as the harness is")
     }
 
@@ -230,7 +230,16 @@ pub fn joined(chunks: &[Value], index: usize) -> String {
 }
 
 pub fn token(id: TokenId) -> Output {
-    Output::Token { id, cached_tokens: CACHED }
+    Output::Token { id, cached_tokens: CACHED, logprobs: None }
+}
+
+/// A token with the log-probabilities that `request` asks for: the likeliest are this one and the ids after it.
+pub fn scored_token(request: &GenerateRequest, id: TokenId) -> Output {
+    let logprob = |rank: u32| -0.25 - f64::from(id % 64 + rank) as f32;
+    let top = |count| (0..count).map(|rank| ((id + rank) % VOCAB_SIZE as u32, logprob(rank))).collect();
+    let logprobs =
+        request.sampling.logprobs.map(|count| Box::new(Logprobs { logprob: logprob(0), top: top(count) }));
+    Output::Token { id, cached_tokens: CACHED, logprobs }
 }
 
 pub fn finished(request: &GenerateRequest, completion_tokens: usize, reason: FinishReason) -> Output {
@@ -247,7 +256,7 @@ pub fn answer(submission: &Submission, ids: &[TokenId]) {
         false => (ids.len(), FinishReason::Stop),
     };
     for &id in &ids[..sent] {
-        let _ = submission.outputs.send(token(id));
+        let _ = submission.outputs.send(scored_token(&submission.request, id));
     }
     // An end-of-sequence token counts but is not sent.
     let count = sent + usize::from(reason == FinishReason::Stop);

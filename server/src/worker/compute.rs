@@ -1,0 +1,167 @@
+//! What computes a worker's steps: a model on a device, or a simulated one.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Instant;
+
+use anyhow::{Context, bail};
+use engine::runner::{ModelRunner, Runner};
+use engine::sampler::Vocabulary;
+use engine::sim::{ModelSize, Profile, SimRunner};
+use kernels::{BatchMeta, KvDtype, KvLayout, KvPool};
+use models::qwen::{Batch, ComputeDtype, Qwen};
+use models::{ModelConfig, ModelFiles, TextFiles};
+
+use crate::args::{DType, DeviceKind};
+use crate::config::{Config, KvCacheSize};
+
+/// A model's text side, its KV pool and what computes on it.
+pub struct Compute {
+    pub text: TextFiles,
+    /// Equal in two processes exactly if they compute the same.
+    pub fingerprint: String,
+    pub max_model_len: usize,
+    pub pool: Arc<KvPool>,
+    pub runner: Box<dyn Runner>,
+}
+
+/// Loads what `config` asks for and proves that it can compute a step.
+pub fn load(config: &Config, dir: &Path) -> anyhow::Result<Compute> {
+    let started = Instant::now();
+    let compute = match config.device {
+        DeviceKind::Cpu => load_model(config, dir)?,
+        DeviceKind::Sim => load_sim(config, dir)?,
+    };
+    tracing::info!(
+        model = %dir.display(),
+        threads = config.threads,
+        kv_blocks = compute.pool.num_blocks(),
+        kv_tokens = compute.pool.num_blocks() * config.block_size,
+        kv_bytes = compute.pool.len(),
+        max_model_len = compute.max_model_len,
+        seconds = started.elapsed().as_secs_f64(),
+        "model loaded"
+    );
+    Ok(compute)
+}
+
+fn load_model(config: &Config, dir: &Path) -> anyhow::Result<Compute> {
+    rayon::ThreadPoolBuilder::new()
+        .num_threads(config.threads)
+        .thread_name(|index| format!("compute-{index}"))
+        .build_global()
+        .context("the compute threads cannot be started")?;
+    let ModelFiles {
+        dir,
+        config: model_config,
+        generation,
+        weights,
+        tokenizer,
+        chat_template,
+        fingerprint,
+        ..
+    } = ModelFiles::load(dir)?;
+    let max_model_len = max_model_len(config, &model_config)?;
+    let model = Qwen::load(&model_config, &weights, compute_dtype(config.dtype), max_model_len)?;
+    let pool = Arc::new(kv_pool(config, &model_config)?);
+    try_step(&model, &pool).context("the model cannot compute on this device")?;
+    let vocabulary = Vocabulary::new(tokenizer.valid_token_mask(model_config.vocab_size));
+    let runner = Box::new(ModelRunner::new(model, pool.clone(), vocabulary));
+    let text = TextFiles { dir, config: model_config, generation, tokenizer, chat_template };
+    Ok(Compute { text, fingerprint, max_model_len, pool, runner })
+}
+
+/// The weights are not read, and need not be there.
+fn load_sim(config: &Config, dir: &Path) -> anyhow::Result<Compute> {
+    let text = TextFiles::load(dir)?;
+    let max_model_len = max_model_len(config, &text.config)?;
+    let pool = Arc::new(kv_pool(config, &text.config)?);
+    let profile = sim_profile(&config.sim_profile, &model_size(&text.config, &pool))?;
+    tracing::warn!(?profile, speed = config.sim_speed, "simulated device: times and texts are made up");
+    let valid = text.tokenizer.valid_token_mask(text.config.vocab_size);
+    let plain = |id: &u32| valid[*id as usize] && !text.tokenizer.is_special(*id);
+    let tokens: Vec<u32> = (0..text.config.vocab_size as u32).filter(plain).collect();
+    let eos = text.generation.eos_token_ids.first().copied();
+    let runner = Box::new(SimRunner::new(pool.clone(), profile, config.sim_speed, tokens, eos));
+    let fingerprint = format!("simulated {} x {}", text.config.num_hidden_layers, text.config.hidden_size);
+    Ok(Compute { text, fingerprint, max_model_len, pool, runner })
+}
+
+/// A built-in profile by name, or a file.
+fn sim_profile(name: &str, size: &ModelSize) -> anyhow::Result<Profile> {
+    if Path::new(name).is_file() {
+        let text = std::fs::read_to_string(name).with_context(|| format!("--sim-profile {name}"))?;
+        return Profile::from_json(&text).with_context(|| format!("--sim-profile {name}"));
+    }
+    Profile::gpu(name, size).context("--sim-profile is neither a file nor a name")
+}
+
+fn model_size(config: &ModelConfig, pool: &KvPool) -> ModelSize {
+    let (hidden, mlp) = (config.hidden_size as f64, config.intermediate_size as f64);
+    let q = (config.num_attention_heads * config.head_dim) as f64;
+    let kv = (config.num_key_value_heads * config.head_dim) as f64;
+    let layer = hidden * (2.0 * q + 2.0 * kv) + 3.0 * hidden * mlp;
+    ModelSize {
+        parameters: layer * config.num_hidden_layers as f64 + hidden * config.vocab_size as f64,
+        attention_width: q * config.num_hidden_layers as f64,
+        kv_bytes_per_token: pool.layout().token_bytes() as f64,
+    }
+}
+
+fn compute_dtype(dtype: DType) -> ComputeDtype {
+    match dtype {
+        DType::Auto => ComputeDtype::Stored,
+        DType::Bf16 => ComputeDtype::Bf16,
+        DType::F32 => ComputeDtype::F32,
+    }
+}
+
+fn max_model_len(config: &Config, model: &ModelConfig) -> anyhow::Result<usize> {
+    let limit = model.max_position_embeddings;
+    match config.max_model_len {
+        Some(len) if len > limit => {
+            bail!("--max-model-len is {len}, but the model's limit is {limit} tokens")
+        }
+        Some(len) => Ok(len),
+        None => Ok(limit),
+    }
+}
+
+/// The KV cache that `config` asks for, in the model's shape.
+fn kv_pool(config: &Config, model: &ModelConfig) -> anyhow::Result<KvPool> {
+    let dtype = match (config.kv_cache_dtype, config.dtype) {
+        (DType::F32, _) | (DType::Auto, DType::F32) => KvDtype::F32,
+        (DType::Auto | DType::Bf16, _) => KvDtype::Bf16,
+    };
+    let layout = KvLayout {
+        num_layers: model.num_hidden_layers,
+        num_kv_heads: model.num_key_value_heads,
+        head_dim: model.head_dim,
+        block_size: config.block_size,
+        dtype,
+    };
+    let num_blocks = match config.kv_cache {
+        KvCacheSize::Blocks(blocks) => blocks,
+        KvCacheSize::Bytes(bytes) => (bytes.0 as usize) / layout.block_bytes(),
+    };
+    if num_blocks == 0 || num_blocks > u32::MAX as usize {
+        bail!(
+            "the KV cache would have {num_blocks} blocks of {} bytes, expected 1 to {}",
+            layout.block_bytes(),
+            u32::MAX
+        );
+    }
+    KvPool::new(layout, num_blocks).with_context(|| format!("no memory for {num_blocks} KV blocks"))
+}
+
+/// Computes one token in the first block, while nobody owns it: a model that cannot compute must not become ready.
+fn try_step(model: &Qwen, pool: &Arc<KvPool>) -> anyhow::Result<()> {
+    let mut meta = BatchMeta::default();
+    meta.push(&[0], 0, 1, pool.layout().block_size);
+    let batch = Batch { tokens: vec![0], meta: Arc::new(meta), logits_rows: vec![0] };
+    let logits = model.forward(&batch, pool)?.context("no logits")?.flatten_all()?.to_vec1::<f32>()?;
+    if let Some(index) = logits.iter().position(|logit| !logit.is_finite()) {
+        bail!("the logit of token {index} is {}, expected a finite number", logits[index]);
+    }
+    Ok(())
+}

@@ -1,0 +1,80 @@
+//! How this worker's pool is reached by others.
+
+use std::net::{SocketAddr, ToSocketAddrs, UdpSocket};
+use std::sync::Arc;
+use std::sync::mpsc::Sender;
+
+use anyhow::Context;
+use engine::event::Event;
+use engine::service;
+use kernels::{KvLayout, KvPool};
+use transfer::driver::{Driver, DriverHandle};
+use transfer::{Hello, LayoutFingerprint, TransportConfig};
+
+use crate::config::Config;
+
+/// Changes with the byte order within a block.
+const LAYOUT_VERSION: u32 = 1;
+
+/// What peers must agree on, for `model` named by its fingerprint.
+pub fn layout_fingerprint(model: &str, layout: &KvLayout) -> LayoutFingerprint {
+    LayoutFingerprint {
+        version: LAYOUT_VERSION,
+        model: model.to_owned(),
+        dtype: layout.dtype.as_str().to_owned(),
+        num_layers: layout.num_layers as u32,
+        num_kv_heads: layout.num_kv_heads as u32,
+        head_dim: layout.head_dim as u32,
+        block_size: layout.block_size as u32,
+    }
+}
+
+/// Opens the transport with the pool registered and starts its thread; completes what we say of ourselves.
+pub fn open(
+    config: &Config,
+    pool: &Arc<KvPool>,
+    mut hello: Hello,
+    events: Sender<Event>,
+) -> anyhow::Result<(DriverHandle, Hello)> {
+    let host = own_host(config);
+    let transport = TransportConfig {
+        name: config.kv_transport.as_str().to_owned(),
+        same_host: same_host(config),
+        bind_host: config.listen.ip().to_string(),
+        advertise_host: Some(host),
+        nixl_dir: config.nixl_dir.clone(),
+        incarnation: hello.incarnation,
+    };
+    let transport =
+        transfer::open(&transport, service::region(pool)).context("the KV transport cannot be opened")?;
+    hello.transport = transport.name().to_owned();
+    hello.metadata = transport.metadata();
+    let on_event = move |event| drop(events.send(Event::Transfer(event)));
+    Ok((Driver::spawn(transport, Box::new(on_event)), hello))
+}
+
+/// True if all workers of this deployment are on this machine, as far as this one can tell.
+fn same_host(config: &Config) -> bool {
+    let loopback = |address: SocketAddr| address.ip().is_loopback();
+    let is_local = |host: &str, port: u16| {
+        (host, port).to_socket_addrs().is_ok_and(|mut addresses| addresses.all(loopback))
+    };
+    loopback(config.listen) && config.prefill.iter().all(|peer| is_local(&peer.host, peer.port))
+}
+
+/// The address under which prefill workers reach this one: the one listened on or, listening on all, the one that
+/// the route to the first prefill worker leaves from. No packet is sent.
+fn own_host(config: &Config) -> String {
+    let listen = config.listen.ip();
+    if !listen.is_unspecified() {
+        return listen.to_string();
+    }
+    let route = || {
+        let peer = config.prefill.first()?;
+        let to = (peer.host.as_str(), peer.port).to_socket_addrs().ok()?.next()?;
+        let socket = UdpSocket::bind(if to.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" }).ok()?;
+        socket.connect(to).ok()?;
+        Some(socket.local_addr().ok()?.ip().to_string())
+    };
+    route().unwrap_or_else(|| listen.to_string())
+}
