@@ -64,11 +64,15 @@ impl SampleRow {
     }
 }
 
+/// How far into the queue short prompts are looked for: each look costs the hashing of a prompt, once.
+const LOOK_AHEAD: usize = 16;
+
 impl Core {
     /// Picks the next step; `None` if nothing can be computed now.
     ///
-    /// Running decodes come first, so that a stream never waits longer than one step; what is left of the budget goes to
-    /// prompts in the order of their admission, then to the queue.
+    /// Running decodes come first, so that a stream never waits longer than one step. Then up to a quarter of what is
+    /// left goes to prompts so short that it computes them whole, so that they do not wait behind a long one. The rest
+    /// goes to prompts in the order of their admission, then to the queue.
     pub fn plan(&mut self, now: Duration) -> Option<Plan> {
         self.expire(now);
         self.grant_waiting(now);
@@ -76,6 +80,7 @@ impl Core {
         let mut budget = self.config.max_batched_tokens;
         self.start_ready();
         self.plan_decodes(&mut plan, &mut budget, now);
+        self.plan_short(&mut plan, &mut budget, now);
         self.plan_prefills(&mut plan, &mut budget);
         self.admit_waiting(&mut plan, &mut budget, now);
         self.check();
@@ -103,11 +108,48 @@ impl Core {
         }
     }
 
+    /// While a long prompt is being computed: whole short ones, running or from the first few of the queue.
+    fn plan_short(&mut self, plan: &mut Plan, budget: &mut usize, now: Duration) {
+        let mut share = *budget / 4;
+        let prefills: Vec<_> = self.running.iter().map(|id| (*id, self.requests[id].remaining())).collect();
+        if prefills.iter().all(|(_, remaining)| *remaining <= share) {
+            return;
+        }
+        for (id, remaining) in prefills {
+            if remaining > 1 && remaining <= share {
+                share -= remaining;
+                self.add(plan, budget, id, remaining);
+            }
+        }
+        let candidates: Vec<_> = self.waiting.iter().take(LOOK_AHEAD).copied().collect();
+        for id in candidates {
+            let tokens = self.requests[&id].tokens.len();
+            let cached = self.cached_prefix(id).len() * self.config.block_size;
+            let full = self.running.len() >= self.config.max_seqs;
+            if full || tokens - cached > share || !self.leaves_room_for_the_first(id) {
+                continue;
+            }
+            let Some(cached_blocks) = self.take_blocks(id, Holder::Running) else { return };
+            self.waiting.retain(|other| *other != id);
+            share -= tokens - cached;
+            self.admit(plan, budget, id, cached_blocks, now);
+        }
+    }
+
+    /// Whether the first in the queue would still get its blocks if `id` got its own before it.
+    fn leaves_room_for_the_first(&self, id: RequestId) -> bool {
+        let blocks = |id: RequestId| self.blocks_for(self.requests[&id].tokens.len());
+        let first = self.waiting.front().filter(|first| **first != id);
+        first.is_none_or(|first| self.pool.reusable() > blocks(id) + blocks(*first) + self.running.len())
+    }
+
     fn plan_prefills(&mut self, plan: &mut Plan, budget: &mut usize) {
         for id in self.running.clone() {
             // With one token left it was planned as a decode, or could not be.
             let remaining = self.requests[&id].remaining();
-            if *budget > 0 && remaining > 1 {
+            let planned =
+                remaining <= self.config.max_batched_tokens && plan.items.iter().any(|item| item.id == id);
+            if *budget > 0 && remaining > 1 && !planned {
                 self.add(plan, budget, id, remaining.min(*budget));
             }
         }
@@ -118,24 +160,36 @@ impl Core {
             let Some(&id) = self.waiting.front() else { break };
             let Some(cached_blocks) = self.take_blocks(id, Holder::Running) else { break };
             self.waiting.pop_front();
-            self.running.push(id);
-            let cached = cached_blocks * self.config.block_size;
-            self.count_lookup(self.requests[&id].tokens.len(), cached);
-            let request = self.request(id);
-            request.state = State::Running;
-            request.num_computed = cached;
-            let cached_prompt = cached.min(request.prompt_len);
-            let first = request.cached_tokens.is_none();
-            request.cached_tokens.get_or_insert(cached_prompt);
-            request.timeline.scheduled.get_or_insert(now.saturating_sub(request.arrival));
-            let remaining = request.remaining();
-            if first {
-                self.counters.prompt_tokens_cached += cached_prompt as u64;
-            }
-            self.dequeued(id);
-            self.started(id);
-            self.add(plan, budget, id, remaining.min(*budget));
+            self.admit(plan, budget, id, cached_blocks, now);
         }
+    }
+
+    /// Starts a request that has its blocks and was taken out of the queue.
+    fn admit(
+        &mut self,
+        plan: &mut Plan,
+        budget: &mut usize,
+        id: RequestId,
+        cached_blocks: usize,
+        now: Duration,
+    ) {
+        self.running.push(id);
+        let cached = cached_blocks * self.config.block_size;
+        self.count_lookup(self.requests[&id].tokens.len(), cached);
+        let request = self.request(id);
+        request.state = State::Running;
+        request.num_computed = cached;
+        let cached_prompt = cached.min(request.prompt_len);
+        let first = request.cached_tokens.is_none();
+        request.cached_tokens.get_or_insert(cached_prompt);
+        request.timeline.scheduled.get_or_insert(now.saturating_sub(request.arrival));
+        let remaining = request.remaining();
+        if first {
+            self.counters.prompt_tokens_cached += cached_prompt as u64;
+        }
+        self.dequeued(id);
+        self.started(id);
+        self.add(plan, budget, id, remaining.min(*budget));
     }
 
     /// Makes sure that a decoding request has a block for its next token. False if it cannot run in this step.

@@ -471,6 +471,29 @@ fn decodes_are_never_starved_by_prompts() {
     }
 }
 
+/// sch-04: a short prompt does not wait behind a long one, which is slowed by a quarter at most.
+#[test]
+fn a_short_prompt_does_not_wait_behind_a_long_one() {
+    let mut worker = alone(200);
+    worker.core.config.max_model_len = 300;
+    worker.core.config.max_batched_tokens = 16;
+    worker.submit(0, &(0..240).map(|i| 100 + i).collect::<Vec<_>>(), 2);
+    worker.step();
+    worker.submit(1, &(0..200).map(|i| 400 + i).collect::<Vec<_>>(), 2);
+    worker.submit(2, &[61, 62, 63], 1);
+    worker.step();
+    let first = worker.core.take_effects().into_iter().find_map(|effect| match effect {
+        Effect::Output(id, Output::Token { .. }) => Some(id),
+        _ => None,
+    });
+    assert_eq!(first, Some(RequestId(2)));
+    let mut steps = 2;
+    while !worker.core.take_effects().iter().any(|effect| matches!(effect, Effect::Output(RequestId(0), _))) {
+        assert!(worker.step() && steps < 21, "240 tokens at 12 or more a step");
+        steps += 1;
+    }
+}
+
 #[test]
 fn a_deadline_ends_a_request_wherever_it_is() {
     let mut worker = alone(10);
