@@ -120,6 +120,12 @@ impl Client {
         Ok(tokens.tokens)
     }
 
+    /// Requests sent from now on find nothing that was cached before.
+    pub async fn reset_prefix_cache(&self) -> Result<()> {
+        let url = self.url("/reset_prefix_cache");
+        self.send(self.http.post(&url), &url).await.map(|_| ())
+    }
+
     pub async fn metrics(&self) -> Result<Scrape> {
         let url = self.url("/metrics");
         let text = self.send(self.http.get(&url), &url).await?.text().await.map_err(http_error(&url))?;

@@ -1,4 +1,4 @@
-//! `bench`: every measurement of kvferry, each a subcommand in a file of its own, and the demonstration.
+//! `bench`: every measurement of kvferry, each a subcommand in a file or folder of its own, and the demonstration.
 //!
 //! It starts the `serve` processes that it measures, on free loopback ports, and ends them whatever happens. All of it
 //! runs on one thread: the cores are the workers'.
@@ -10,6 +10,7 @@ mod demo;
 mod deployment;
 mod error;
 mod machine;
+mod prefix_hits;
 mod process;
 mod prometheus;
 mod prompts;
@@ -40,6 +41,7 @@ struct Args {
 #[derive(Debug, Subcommand)]
 enum Command {
     Ttft(ttft::Args),
+    PrefixHits(prefix_hits::Args),
     Demo(demo::Args),
 }
 
@@ -64,6 +66,7 @@ async fn main() -> ExitCode {
 async fn run(command: Command) -> Result<ExitCode> {
     match command {
         Command::Ttft(args) => Box::pin(ttft::run(args)).await?,
+        Command::PrefixHits(args) => Box::pin(prefix_hits::run(args)).await?,
         Command::Demo(args) => Box::pin(demo::run(args)).await?,
     }
     Ok(ExitCode::SUCCESS)

@@ -1,6 +1,6 @@
 //! Prompts of an exact length: real tokens of the model, no two alike.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
@@ -27,6 +27,12 @@ const WORDS: &[&str] = &[
 pub struct Prompts {
     rng: StdRng,
     heads: HashSet<Vec<u32>>,
+}
+
+/// Different ids of usual tokens, for prompts that are made of ids.
+pub async fn alphabet(client: &Client) -> Result<Vec<u32>> {
+    let ids = client.tokenize(&WORDS.join(" ")).await?;
+    Ok(ids.into_iter().collect::<BTreeSet<_>>().into_iter().collect())
 }
 
 impl Prompts {

@@ -53,8 +53,12 @@ pub struct Metrics {
     itl: Histogram,
     e2e: Histogram,
     queue: Histogram,
+    inference: Histogram,
     prefill: Histogram,
     decode: Histogram,
+    time_per_output_token: Histogram,
+    iteration_tokens: Histogram,
+    params_max_tokens: Histogram,
     prompt_tokens: Histogram,
     generation_tokens: Histogram,
     transfer_seconds: HistogramVec,
@@ -67,6 +71,8 @@ pub struct Metrics {
 const MIRRORED: &[(&str, &str)] = &[
     ("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache."),
     ("vllm:prefix_cache_hits_total", "Prompt tokens found in the prefix cache."),
+    ("vllm:external_prefix_cache_queries_total", "Prompt tokens offered to prefill workers."),
+    ("vllm:external_prefix_cache_hits_total", "Prompt tokens whose KV came from a prefill worker."),
     ("vllm:num_preemptions_total", "Requests whose blocks were taken and that started again."),
     ("vllm:prompt_tokens_total", "Prompt tokens computed, found or received."),
     ("vllm:prompt_tokens_cached_total", "Prompt tokens found in a cache, here or on the prefill worker."),
@@ -145,6 +151,25 @@ impl Metrics {
             e2e: histogram(r, "vllm:e2e_request_latency_seconds", "Arrival to last token.", LATENCY),
             queue: histogram(r, "vllm:request_queue_time_seconds", "Arrival to first step.", LATENCY),
             prefill: histogram(r, "vllm:request_prefill_time_seconds", "First step to first token.", LATENCY),
+            inference: histogram(
+                r,
+                "vllm:request_inference_time_seconds",
+                "First step to last token.",
+                LATENCY,
+            ),
+            time_per_output_token: histogram(
+                r,
+                "vllm:request_time_per_output_token_seconds",
+                "Mean time between a request's tokens.",
+                ITL,
+            ),
+            iteration_tokens: histogram(r, "vllm:iteration_tokens_total", "Tokens of a step.", TOKENS),
+            params_max_tokens: histogram(
+                r,
+                "vllm:request_params_max_tokens",
+                "max_tokens of requests.",
+                TOKENS,
+            ),
             decode: histogram(r, "vllm:request_decode_time_seconds", "First to last token.", LATENCY),
             prompt_tokens: histogram(r, "vllm:request_prompt_tokens", "Prompt tokens of a request.", TOKENS),
             generation_tokens: histogram(r, "vllm:request_generation_tokens", "Tokens of an answer.", TOKENS),
@@ -173,9 +198,27 @@ impl Metrics {
         }
     }
 
+    /// Exports the sizes of the KV cache as labels, as vLLM does. Call once.
+    pub fn cache_config(&self, block_size: usize, num_blocks: usize, dtype: &str) {
+        let labels = ["block_size", "num_gpu_blocks", "cache_dtype"];
+        let opts = Opts::new("vllm:cache_config_info", "Sizes of the KV cache.");
+        let gauge = register(&self.registry, IntGaugeVec::new(opts, &labels));
+        gauge.with_label_values(&[&block_size.to_string(), &num_blocks.to_string(), dtype]).set(1);
+    }
+
     /// A request was not taken.
     pub fn refused(&self, error: &RequestError) {
         self.failed.with_label_values(&[error.label()]).inc();
+    }
+
+    /// A request was taken.
+    pub fn submitted(&self, max_tokens: usize) {
+        self.params_max_tokens.observe(max_tokens as f64);
+    }
+
+    /// A step of this many tokens was computed.
+    pub fn stepped(&self, tokens: usize) {
+        self.iteration_tokens.observe(tokens as f64);
     }
 
     /// The first token of a request, `since` its arrival.
@@ -196,7 +239,13 @@ impl Metrics {
             (timeline.first_token.unwrap_or_default(), timeline.last_token.unwrap_or_default());
         self.e2e.observe(last.as_secs_f64());
         self.decode.observe(last.saturating_sub(first).as_secs_f64());
-        if let Some(scheduled) = timeline.scheduled {
+        if usage.completion_tokens > 1 {
+            let gaps = usage.completion_tokens as f64 - 1.0;
+            self.time_per_output_token.observe(last.saturating_sub(first).as_secs_f64() / gaps);
+        }
+        // A prompt that was computed elsewhere is scheduled here only after its first token.
+        if let Some(scheduled) = timeline.scheduled.filter(|scheduled| *scheduled <= first) {
+            self.inference.observe(last.saturating_sub(scheduled).as_secs_f64());
             self.queue.observe(scheduled.as_secs_f64());
             self.prefill.observe(first.saturating_sub(scheduled).as_secs_f64());
         }
@@ -251,6 +300,16 @@ impl Metrics {
         for (name, now, seen) in [
             ("vllm:prefix_cache_queries_total", now.prefix_queries, seen.prefix_queries),
             ("vllm:prefix_cache_hits_total", now.prefix_hits, seen.prefix_hits),
+            (
+                "vllm:external_prefix_cache_queries_total",
+                now.prompt_tokens_offered,
+                seen.prompt_tokens_offered,
+            ),
+            (
+                "vllm:external_prefix_cache_hits_total",
+                now.prompt_tokens_transferred,
+                seen.prompt_tokens_transferred,
+            ),
             ("vllm:num_preemptions_total", now.preemptions, seen.preemptions),
             ("vllm:prompt_tokens_total", prompt(&now), prompt(&seen)),
             ("vllm:prompt_tokens_cached_total", now.prompt_tokens_cached, seen.prompt_tokens_cached),

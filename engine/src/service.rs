@@ -161,7 +161,10 @@ impl Service {
         match plan {
             Some(plan) => {
                 match self.runner.run(&plan) {
-                    Ok(sampled) => self.core.commit(&plan, sampled, self.started.elapsed()),
+                    Ok(sampled) => {
+                        self.metrics.stepped(plan.tokens.len());
+                        self.core.commit(&plan, sampled, self.started.elapsed());
+                    }
                     Err(error) => {
                         tracing::error!(%error, tokens = plan.tokens.len(), "a step failed");
                         self.core.abandon(&plan, &error);
@@ -225,6 +228,7 @@ impl Service {
         let arrival = now.saturating_sub(age);
         let (request_id, last_token) = (request.request_id.clone(), None);
         self.streams.insert(id, Stream { outputs, arrival: request.arrival, last_token, request_id });
+        self.metrics.submitted(request.sampling.max_tokens);
         let seed = request.sampling.seed.unwrap_or_else(rand::random);
         let submit = Submit {
             id,

@@ -101,6 +101,11 @@ pub struct Args {
     #[arg(long, value_name = "N", value_parser = at_least_one, help_heading = KV_CACHE)]
     #[arg(conflicts_with = "kv_cache_memory_bytes")]
     pub num_kv_blocks: Option<usize>,
+    /// Share of the device's memory (here: of the machine's) that the whole process may fill; the KV cache gets what the
+    /// weights leave of it.
+    #[arg(long, value_name = "FRACTION", value_parser = fraction, help_heading = KV_CACHE)]
+    #[arg(conflicts_with_all = ["kv_cache_memory_bytes", "num_kv_blocks"])]
+    pub gpu_memory_utilization: Option<f64>,
     /// Size of the KV cache in bytes (also 512MiB, 1GiB); 1GiB when neither this nor --num-kv-blocks is given.
     #[arg(long, value_name = "SIZE", help_heading = KV_CACHE)]
     pub kv_cache_memory_bytes: Option<ByteSize>,
@@ -193,6 +198,11 @@ impl Role {
     pub fn serves_completions(self) -> bool {
         self != Role::Prefill
     }
+}
+
+fn fraction(text: &str) -> Result<f64, String> {
+    let valid = |share: &f64| *share > 0.0 && *share <= 1.0;
+    text.parse().ok().filter(valid).ok_or_else(|| "expected a number above 0, at most 1".into())
 }
 
 fn above_zero(text: &str) -> Result<f64, String> {

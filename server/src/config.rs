@@ -53,10 +53,12 @@ pub struct Config {
 }
 
 /// How large the KV pool is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub enum KvCacheSize {
     Blocks(usize),
     Bytes(ByteSize),
+    /// What the process does not use yet of this share of the machine's memory.
+    Share(f64),
 }
 
 /// The address of another worker's HTTP server.
@@ -85,7 +87,10 @@ impl Config {
         check_model(&args.model, &model_source)?;
         let kv_cache = match (args.num_kv_blocks, args.kv_cache_memory_bytes) {
             (Some(blocks), _) => KvCacheSize::Blocks(blocks),
-            (None, bytes) => KvCacheSize::Bytes(bytes.unwrap_or(DEFAULT_KV_CACHE)),
+            (None, Some(bytes)) => KvCacheSize::Bytes(bytes),
+            (None, None) => {
+                args.gpu_memory_utilization.map_or(KvCacheSize::Bytes(DEFAULT_KV_CACHE), KvCacheSize::Share)
+            }
         };
         if args.block_size > MAX_BLOCK_SIZE {
             return Err(bad("block-size", args.block_size, format!("at most {MAX_BLOCK_SIZE} tokens")));

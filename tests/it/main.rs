@@ -1,2 +1,15 @@
+//! Deployments of real `serve` processes, as clients see them; and the golden tests of the model.
+
+mod api;
+mod cancel;
+mod faults;
+mod first_token;
 mod golden;
+mod misfits;
+mod one_core;
+mod openai_client;
 mod oracle;
+mod pressure;
+mod same_text;
+mod shutdown;
+mod start;

@@ -33,6 +33,7 @@ impl Core {
         let ticket = TicketId(self.next_ticket);
         self.next_ticket = self.next_ticket.wrapping_add(1);
         self.counters.tickets_opened += 1;
+        self.counters.prompt_tokens_offered += (self.requests[&id].prompt_len - cached) as u64;
         self.tickets.insert(ticket, id);
         let request = self.request(id);
         request.state = State::Remote;

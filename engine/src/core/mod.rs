@@ -136,6 +136,8 @@ pub struct Counters {
     pub preemptions: u64,
     pub prompt_tokens_computed: u64,
     pub prompt_tokens_cached: u64,
+    /// Offered to a prefill worker, the part cached here apart.
+    pub prompt_tokens_offered: u64,
     pub prompt_tokens_transferred: u64,
     pub generated_tokens: u64,
     pub steps: u64,

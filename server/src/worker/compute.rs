@@ -143,6 +143,10 @@ fn kv_pool(config: &Config, model: &ModelConfig) -> anyhow::Result<KvPool> {
     let num_blocks = match config.kv_cache {
         KvCacheSize::Blocks(blocks) => blocks,
         KvCacheSize::Bytes(bytes) => (bytes.0 as usize) / layout.block_bytes(),
+        KvCacheSize::Share(share) => {
+            let (total, used) = memory().context("--gpu-memory-utilization needs /proc")?;
+            ((total as f64 * share) as usize).saturating_sub(used) / layout.block_bytes()
+        }
     };
     if num_blocks == 0 || num_blocks > u32::MAX as usize {
         bail!(
@@ -152,6 +156,17 @@ fn kv_pool(config: &Config, model: &ModelConfig) -> anyhow::Result<KvPool> {
         );
     }
     KvPool::new(layout, num_blocks).with_context(|| format!("no memory for {num_blocks} KV blocks"))
+}
+
+/// Bytes of the machine's memory, and of this process in it.
+fn memory() -> anyhow::Result<(usize, usize)> {
+    let read = |file: &str, field: &str| -> anyhow::Result<usize> {
+        let text = std::fs::read_to_string(file)?;
+        let line = text.lines().find_map(|line| line.strip_prefix(field)).context("a field is missing")?;
+        let kilobytes: usize = line.trim().trim_end_matches("kB").trim().parse()?;
+        Ok(kilobytes << 10)
+    };
+    Ok((read("/proc/meminfo", "MemTotal:")?, read("/proc/self/status", "VmRSS:")?))
 }
 
 /// Computes one token in the first block, while nobody owns it: a model that cannot compute must not become ready.
