@@ -35,7 +35,11 @@ impl BatchMeta {
     pub fn push(&mut self, table: &[u32], computed: usize, q_len: usize, block_size: usize) {
         let context_len = computed + q_len;
         let blocks = context_len.div_ceil(block_size);
-        assert!(table.len() >= blocks && q_len > 0, "block table {} < {blocks} blocks. This is a bug.", table.len());
+        assert!(
+            table.len() >= blocks && q_len > 0,
+            "block table {} < {blocks} blocks. This is a bug.",
+            table.len()
+        );
         self.seqs.push(SeqSpan {
             q_start: self.positions.len(),
             q_len,

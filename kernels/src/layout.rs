@@ -105,7 +105,8 @@ mod tests {
 
     #[test]
     fn halves_tile_a_block_without_gap_or_overlap() {
-        let layout = KvLayout { num_layers: 3, num_kv_heads: 2, head_dim: 4, block_size: 8, dtype: KvDtype::F32 };
+        let layout =
+            KvLayout { num_layers: 3, num_kv_heads: 2, head_dim: 4, block_size: 8, dtype: KvDtype::F32 };
         for block in [0u32, 1, 7] {
             let mut at = layout.block(block).start;
             for layer in 0..3 {

@@ -72,7 +72,11 @@ impl KvPool {
     /// Panics on a block beyond the pool, which is a bug of the caller's block table.
     pub fn half_ptr(&self, block: u32, layer: usize, half: Half) -> *mut u8 {
         assert!((block as usize) < self.num_blocks, "block {block} of {}. This is a bug.", self.num_blocks);
-        assert!(layer < self.layout.num_layers, "layer {layer} of {}. This is a bug.", self.layout.num_layers);
+        assert!(
+            layer < self.layout.num_layers,
+            "layer {layer} of {}. This is a bug.",
+            self.layout.num_layers
+        );
         // SAFETY: block and layer are in range, so the offset lies inside the mapping.
         unsafe { self.base.as_ptr().add(self.layout.half(block, layer, half).start) }
     }

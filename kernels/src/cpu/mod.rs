@@ -3,9 +3,32 @@
 //! Every kernel is written once in portable Rust and compiled twice by [`dispatch!`]: for the baseline CPU and for
 //! AVX2+FMA, chosen at run time.
 
+pub mod arena;
 pub mod attention;
+#[cfg(target_arch = "x86_64")]
+mod decode;
+#[cfg(target_arch = "x86_64")]
+mod dp;
+mod exact;
+pub mod exp;
+pub mod isa;
 pub mod linear;
+pub mod matmul;
+pub mod packed;
 pub mod pointwise;
+#[cfg(target_arch = "x86_64")]
+mod prefill;
+pub mod qkv;
+#[cfg(target_arch = "x86_64")]
+mod simd;
+pub mod team;
+mod widen;
+
+pub use arena::Arena;
+pub use attention::{Attention, Output};
+pub use isa::Isa;
+pub use matmul::{Input, matmul};
+pub use packed::PackedBf16;
 
 /// Compiles `$body` as `fn $name` twice and picks the wider one where the CPU has it.
 macro_rules! dispatch {
@@ -125,7 +148,8 @@ mod tests {
     fn dot_agrees_with_f64_for_every_length() {
         for len in 0..131usize {
             let a: Vec<f32> = (0..len).map(|i| ((i * 37 % 19) as f32 - 9.0) / 7.0).collect();
-            let b: Vec<half::bf16> = (0..len).map(|i| half::bf16::from_f32((i * 11 % 23) as f32 - 11.0)).collect();
+            let b: Vec<half::bf16> =
+                (0..len).map(|i| half::bf16::from_f32((i * 11 % 23) as f32 - 11.0)).collect();
             let exact: f64 = a.iter().zip(&b).map(|(x, y)| *x as f64 * y.to_f64()).sum();
             assert!((dot(&a, &b) as f64 - exact).abs() < 1e-3, "length {len}");
         }
