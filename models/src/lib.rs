@@ -25,6 +25,7 @@ mod error;
 mod files;
 mod generation;
 mod hub;
+mod loader;
 mod model_files;
 mod python_json;
 pub mod qwen;
@@ -36,6 +37,7 @@ mod strftime;
 mod tensors;
 mod tokenizer;
 mod weights;
+mod workspace;
 
 pub use chat::{ChatInput, ChatTemplate};
 pub use config::{Architecture, ModelConfig};

@@ -2,17 +2,21 @@
 //!
 //! One batch is ragged: tokens of many sequences packed one after another, each with its position, its slot in the
 //! pool and its sequence's block table ([`BatchMeta`]). There is no prefill pass and no decode pass. Activations are
-//! f32; weights stay as they are stored unless another dtype is asked for.
+//! f32, and bf16 where the next product rounds them anyway; weights stay as they are stored unless another dtype is asked
+//! for.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{DType, Device, Result, Tensor};
-use kernels::{BatchMeta, KvPool, ops};
+use kernels::ops::{self, SplitQkv, Weight};
+use kernels::{BatchMeta, KvPool};
 
 use crate::config::ModelConfig;
 use crate::error::ModelError;
+use crate::loader::Loader;
 use crate::rope;
-use crate::weights::{WeightDtype, Weights};
+use crate::weights::Weights;
+use crate::workspace::Workspace;
 
 /// What weights are kept as.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,44 +30,77 @@ pub enum ComputeDtype {
 /// A loaded model. Cheap to share; [`Qwen::forward`] takes `&self`.
 #[derive(Debug)]
 pub struct Qwen {
-    embed: Tensor,
+    embed: Weight,
     layers: Vec<Layer>,
     norm: Tensor,
-    lm_head: Tensor,
+    /// `None` where the embedding table is the head too.
+    lm_head: Option<Weight>,
     cos: Tensor,
     sin: Tensor,
-    heads: usize,
-    kv_heads: usize,
-    head_dim: usize,
+    sizes: Sizes,
     eps: f32,
     device: Device,
+    /// Activations of the step that runs; kept for the next one.
+    workspace: Mutex<Option<Workspace>>,
+}
+
+/// Elements of a row of each kind of activation.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sizes {
+    pub hidden: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// All query heads.
+    pub q: usize,
+    /// All query, key and value heads.
+    pub qkv: usize,
+    pub mlp: usize,
+}
+
+impl Sizes {
+    fn new(config: &ModelConfig) -> Self {
+        let (heads, kv_heads) = (config.num_attention_heads, config.num_key_value_heads);
+        Self {
+            hidden: config.hidden_size,
+            heads,
+            q: heads * config.head_dim,
+            qkv: (heads + 2 * kv_heads) * config.head_dim,
+            mlp: config.intermediate_size,
+        }
+    }
 }
 
 /// Weight `[out, in]` and bias `[out]`.
 #[derive(Debug)]
-struct Linear {
-    weight: Tensor,
-    bias: Option<Tensor>,
+pub(crate) struct Linear {
+    pub weight: Weight,
+    pub bias: Option<Tensor>,
 }
 
 impl Linear {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        ops::linear(x, &self.weight, self.bias.as_ref())
+    /// `y = x · Wᵀ + bias`.
+    fn set(&self, y: &Tensor, x: &Tensor) -> Result<()> {
+        ops::linear(y, x, &self.weight, self.bias.as_ref(), false)
+    }
+
+    /// `y += x · Wᵀ + bias`: the residual costs nothing.
+    fn add(&self, y: &Tensor, x: &Tensor) -> Result<()> {
+        ops::linear(y, x, &self.weight, self.bias.as_ref(), true)
     }
 }
 
 #[derive(Debug)]
-struct Layer {
-    input_norm: Tensor,
+pub(crate) struct Layer {
+    pub input_norm: Tensor,
     /// q, k and v, one below the other: one pass over the activations.
-    qkv: Linear,
+    pub qkv: Linear,
     /// RMSNorm weights of each head of q and of k (Qwen3 only).
-    qk_norm: Option<(Tensor, Tensor)>,
-    out: Linear,
-    post_norm: Tensor,
+    pub qk_norm: Option<(Tensor, Tensor)>,
+    pub out: Linear,
+    pub post_norm: Tensor,
     /// gate and up, one below the other.
-    gate_up: Linear,
-    down: Linear,
+    pub gate_up: Linear,
+    pub down: Linear,
 }
 
 /// One step's input.
@@ -88,160 +125,111 @@ impl Qwen {
         max_len: usize,
     ) -> std::result::Result<Self, ModelError> {
         let device = Device::Cpu;
-        let loader = Loader { config, weights, dtype, device: &device };
+        let mut loader = Loader::new(config, weights, dtype, &device);
         let embed = loader.matrix(&["model.embed_tokens.weight"])?;
         let lm_head = match config.tie_word_embeddings {
-            true => embed.clone(),
-            false => loader.matrix(&["lm_head.weight"])?,
+            true => None,
+            false => Some(loader.matrix(&["lm_head.weight"])?),
         };
         let layers = (0..config.num_hidden_layers)
             .map(|layer| loader.layer(layer))
             .collect::<std::result::Result<_, _>>()?;
+        let norm = loader.vector("model.norm.weight")?;
+        loader.release_files();
         let (cos, sin) = rope::tables(config.head_dim, config.rope_theta, max_len, &device)?;
         Ok(Self {
             embed,
             layers,
-            norm: loader.vector("model.norm.weight")?,
+            norm,
             lm_head,
             cos,
             sin,
-            heads: config.num_attention_heads,
-            kv_heads: config.num_key_value_heads,
-            head_dim: config.head_dim,
+            sizes: Sizes::new(config),
             eps: config.rms_norm_eps as f32,
             device,
+            workspace: Mutex::new(None),
         })
     }
 
     /// Computes the batch, writes its K and V into the pool and returns f32 logits `[logits_rows.len(), vocab]`.
-    /// `None` if no row's logits are wanted.
+    /// `None` if no row's logits are wanted. One step at a time: a second caller waits.
     pub fn forward(&self, batch: &Batch, pool: &Arc<KvPool>) -> Result<Option<Tensor>> {
-        let ids = Tensor::from_slice(&batch.tokens, batch.tokens.len(), &self.device)?;
-        let mut x = ops::embedding(&self.embed, &ids)?;
+        // A panic in a step leaves nothing behind but values that the next one overwrites.
+        let mut workspace = self.workspace.lock().unwrap_or_else(PoisonError::into_inner);
+        let (rows, dtypes) = (batch.tokens.len(), self.dtypes(pool));
+        let workspace = match workspace.take().filter(|workspace| workspace.fits(rows, dtypes)) {
+            Some(kept) => workspace.insert(kept),
+            None => workspace.insert(Workspace::new(rows, self.sizes, dtypes, &self.device)?),
+        };
+        ops::embedding(&workspace.x(0, rows)?, &self.embed, &batch.tokens)?;
         for (index, layer) in self.layers.iter().enumerate() {
-            let attention = self.attention(layer, index, &x, batch, pool)?;
-            x = (x + attention)?;
-            let hidden = ops::rms_norm(&x, &layer.post_norm, self.eps)?;
-            let hidden = ops::silu_mul(&layer.gate_up.forward(&hidden)?)?;
-            x = (x + layer.down.forward(&hidden)?)?;
+            self.attention(layer, index, workspace, batch, pool)?;
+            for (first, rows) in workspace.chunks(rows) {
+                self.mlp(layer, workspace, first, rows)?;
+            }
         }
-        if batch.logits_rows.is_empty() {
-            return Ok(None);
-        }
-        let rows = Tensor::from_slice(&batch.logits_rows, batch.logits_rows.len(), &self.device)?;
-        let hidden = ops::rms_norm(&x.index_select(&rows, 0)?, &self.norm, self.eps)?;
-        ops::linear(&hidden, &self.lm_head, None).map(Some)
+        self.logits(&workspace.x(0, rows)?, batch)
     }
 
+    /// Dtypes of activations between products, and of queries.
+    fn dtypes(&self, pool: &KvPool) -> (DType, DType) {
+        let rounds = |layer: &Layer| {
+            [&layer.qkv, &layer.out, &layer.gate_up, &layer.down]
+                .iter()
+                .all(|linear| linear.weight.computes_bf16())
+        };
+        let bf16 = self.layers.iter().all(rounds);
+        let dtype = |bf16| if bf16 { DType::BF16 } else { DType::F32 };
+        (dtype(bf16), dtype(bf16 && ops::computes_bf16_queries(pool, self.sizes.heads)))
+    }
+
+    /// Writes the layer's K and V and the attention of each row.
     fn attention(
         &self,
         layer: &Layer,
         index: usize,
-        x: &Tensor,
+        workspace: &Workspace,
         batch: &Batch,
         pool: &Arc<KvPool>,
-    ) -> Result<Tensor> {
+    ) -> Result<()> {
         let tokens = batch.tokens.len();
-        let hidden = ops::rms_norm(x, &layer.input_norm, self.eps)?;
-        let qkv = layer.qkv.forward(&hidden)?;
-        let (q_rows, kv_rows) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
-        let part = |start: usize, rows: usize, heads: usize| {
-            qkv.narrow(1, start, rows)?.contiguous()?.reshape((tokens, heads, self.head_dim))
-        };
-        let mut q = part(0, q_rows, self.heads)?;
-        let mut k = part(q_rows, kv_rows, self.kv_heads)?;
-        let v = part(q_rows + kv_rows, kv_rows, self.kv_heads)?;
-        if let Some((q_norm, k_norm)) = &layer.qk_norm {
-            q = ops::rms_norm(&q, q_norm, self.eps)?;
-            k = ops::rms_norm(&k, k_norm, self.eps)?;
+        let norms = layer.qk_norm.as_ref().map(|(q, k)| (q, k));
+        for (first_row, rows) in workspace.chunks(tokens) {
+            let (hidden, qkv) = (workspace.hidden(rows)?, workspace.qkv(rows)?);
+            ops::rms_norm(&hidden, &workspace.x(first_row, rows)?, &layer.input_norm, self.eps)?;
+            layer.qkv.set(&qkv, &hidden)?;
+            let (heads, eps, cos, sin) = (self.sizes.heads, self.eps, &self.cos, &self.sin);
+            let split =
+                SplitQkv { pool, layer: index, meta: &batch.meta, heads, norms, eps, cos, sin, first_row };
+            ops::split_qkv(&workspace.q(first_row, rows)?, &qkv, &split)?;
         }
-        let q = ops::rope(&q, &self.cos, &self.sin, &batch.meta)?;
-        let k = ops::rope(&k, &self.cos, &self.sin, &batch.meta)?;
-        ops::write_kv(&k, &v, pool, index, &batch.meta)?;
-        layer.out.forward(&ops::paged_attention(&q, pool, index, &batch.meta)?)
-    }
-}
-
-/// Turns tensors of the checkpoint into candle's, joined and converted as asked.
-struct Loader<'a> {
-    config: &'a ModelConfig,
-    weights: &'a Weights,
-    dtype: ComputeDtype,
-    device: &'a Device,
-}
-
-type Loaded<T> = std::result::Result<T, ModelError>;
-
-impl Loader<'_> {
-    fn layer(&self, layer: usize) -> Loaded<Layer> {
-        let name = |tensor: &str| format!("model.layers.{layer}.{tensor}");
-        let linear = |parts: &[&str], has_bias: bool| -> Loaded<Linear> {
-            let named =
-                |suffix: &str| parts.iter().map(|part| name(&format!("{part}.{suffix}"))).collect::<Vec<_>>();
-            let weight = self.matrix(&named("weight"))?;
-            let bias = has_bias.then(|| self.joined_bias(&named("bias"))).transpose()?;
-            Ok(Linear { weight, bias })
-        };
-        let norm = |tensor: &str| self.vector(&name(tensor));
-        let qk_norm = match self.config.qk_norm {
-            true => Some((norm("self_attn.q_norm.weight")?, norm("self_attn.k_norm.weight")?)),
-            false => None,
-        };
-        Ok(Layer {
-            input_norm: norm("input_layernorm.weight")?,
-            qkv: linear(&["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], self.config.qkv_bias)?,
-            qk_norm,
-            out: linear(&["self_attn.o_proj"], self.config.o_bias)?,
-            post_norm: norm("post_attention_layernorm.weight")?,
-            gate_up: linear(&["mlp.gate_proj", "mlp.up_proj"], false)?,
-            down: linear(&["mlp.down_proj"], false)?,
-        })
+        let (out, q) = (workspace.attention(0, tokens)?, workspace.q(0, tokens)?);
+        ops::paged_attention(&out, &q, pool, index, &batch.meta, self.sizes.heads)
     }
 
-    /// Matrices of equal width stacked by rows. Parts of different dtypes become f32.
-    fn matrix<S: AsRef<str>>(&self, names: &[S]) -> Loaded<Tensor> {
-        let views = names.iter().map(|name| self.weights.view(name.as_ref())).collect::<Loaded<Vec<_>>>()?;
-        let width = views[0].shape[1];
-        let rows: usize = views.iter().map(|view| view.shape[0]).sum();
-        let stored = views[0].dtype;
-        let dtype = match self.dtype {
-            ComputeDtype::F32 => DType::F32,
-            ComputeDtype::Bf16 => DType::BF16,
-            ComputeDtype::Stored if views.iter().any(|view| view.dtype != stored) => DType::F32,
-            ComputeDtype::Stored => match stored {
-                WeightDtype::BF16 => DType::BF16,
-                WeightDtype::F16 => DType::F16,
-                WeightDtype::F32 => DType::F32,
-            },
-        };
-        let shape = (rows, width);
-        let tensor = match dtype {
-            DType::BF16 => {
-                Tensor::from_vec(views.iter().flat_map(|view| view.to_bf16()).collect(), shape, self.device)
-            }
-            DType::F16 => {
-                let halves = views.iter().flat_map(|view| view.bytes.as_chunks::<2>().0);
-                let halves = halves.map(|bytes| half::f16::from_le_bytes(*bytes)).collect::<Vec<_>>();
-                Tensor::from_vec(halves, shape, self.device)
-            }
-            _ => Tensor::from_vec(views.iter().flat_map(|view| view.to_f32()).collect(), shape, self.device),
-        };
-        Ok(tensor?)
+    /// The output projection and the MLP of some rows: their activations stay in the cache from one to the next.
+    fn mlp(&self, layer: &Layer, workspace: &Workspace, first: usize, rows: usize) -> Result<()> {
+        let (x, hidden) = (workspace.x(first, rows)?, workspace.hidden(rows)?);
+        layer.out.add(&x, &workspace.attention(first, rows)?)?;
+        ops::rms_norm(&hidden, &x, &layer.post_norm, self.eps)?;
+        let (gate_up, product) = (workspace.gate_up(rows)?, workspace.product(rows)?);
+        layer.gate_up.set(&gate_up, &hidden)?;
+        ops::silu_mul(&product, &gate_up)?;
+        layer.down.add(&x, &product)
     }
 
-    /// Norm weights are few and always f32.
-    fn vector(&self, name: &str) -> Loaded<Tensor> {
-        let values = self.weights.tensor_f32(name)?;
-        let len = values.len();
-        Ok(Tensor::from_vec(values, len, self.device)?)
-    }
-
-    fn joined_bias<S: AsRef<str>>(&self, names: &[S]) -> Loaded<Tensor> {
-        let mut values = Vec::new();
-        for name in names {
-            values.extend(self.weights.tensor_f32(name.as_ref())?);
+    fn logits(&self, x: &Tensor, batch: &Batch) -> Result<Option<Tensor>> {
+        let count = batch.logits_rows.len();
+        if count == 0 {
+            return Ok(None);
         }
-        let len = values.len();
-        Ok(Tensor::from_vec(values, len, self.device)?)
+        let rows = Tensor::from_slice(&batch.logits_rows, count, &self.device)?;
+        let x = x.index_select(&rows, 0)?;
+        let hidden = x.zeros_like()?;
+        ops::rms_norm(&hidden, &x, &self.norm, self.eps)?;
+        let head = self.lm_head.as_ref().unwrap_or(&self.embed);
+        let logits = Tensor::zeros((count, head.rows()), DType::F32, &self.device)?;
+        ops::linear(&logits, &hidden, head, None, false)?;
+        Ok(Some(logits))
     }
 }

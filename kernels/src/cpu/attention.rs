@@ -1,228 +1,272 @@
-//! KV write and paged attention.
+//! Paged attention: which kernel computes which sequence.
 
 use half::bf16;
-use rayon::prelude::*;
 
-use super::{Element, dispatch, dot, scale_add, widen_into};
+use super::matmul::Input;
+use super::{Element, Isa, exact, widen_into};
 use crate::batch::{BatchMeta, SeqSpan};
 use crate::layout::{Half, KvDtype};
 use crate::pool::KvPool;
 
-/// Query rows that share one pass over the context: each K/V block is widened once for all of them.
-const TILE: usize = 16;
-
-/// Stores each row's keys and values (`[tokens, kv_heads * head_dim]`) in the slots of `meta`.
-///
-/// # Safety
-/// The caller must own the blocks of the slot mapping: nobody else reads or writes those slots meanwhile.
-pub unsafe fn write_kv(pool: &KvPool, layer: usize, meta: &BatchMeta, keys: &[f32], values: &[f32]) {
-    match pool.layout().dtype {
-        // SAFETY: passed on from the caller.
-        KvDtype::Bf16 => unsafe { write_as::<bf16>(pool, layer, meta, keys, values) },
-        // SAFETY: passed on from the caller.
-        KvDtype::F32 => unsafe { write_as::<f32>(pool, layer, meta, keys, values) },
-    }
+/// One layer's attention: what all its tasks share.
+pub struct Attention<'a> {
+    pub pool: &'a KvPool,
+    pub layer: usize,
+    pub meta: &'a BatchMeta,
+    /// Query heads.
+    pub heads: usize,
 }
 
-/// # Safety
-/// As [`write_kv`], and `E` must be the pool's element type.
-unsafe fn write_as<E: Element>(pool: &KvPool, layer: usize, meta: &BatchMeta, keys: &[f32], values: &[f32]) {
-    let (row, block_size) = (pool.layout().row(), pool.layout().block_size);
-    assert!(
-        keys.len() == meta.num_tokens() * row && values.len() == keys.len(),
-        "KV rows of {row}. This is a bug."
-    );
-    for (i, &slot) in meta.slot_mapping.iter().enumerate() {
-        let (block, offset) = ((slot / block_size as u64) as u32, (slot % block_size as u64) as usize);
-        for (half, source) in [(Half::Key, keys), (Half::Value, values)] {
-            let to = pool.half_ptr(block, layer, half).cast::<E>();
-            // SAFETY: the half holds `block_size` rows and `offset < block_size`; the caller owns the slot; the
-            // pool's base is page-aligned and every half a multiple of the element, so the pointer is aligned.
-            let to = unsafe { std::slice::from_raw_parts_mut(to.add(offset * row), row) };
-            to.iter_mut().zip(&source[i * row..(i + 1) * row]).for_each(|(to, &from)| *to = E::narrow(from));
-        }
-    }
+/// Where a kernel writes, row-major.
+#[derive(Debug)]
+pub enum Output<'a> {
+    F32(&'a mut [f32]),
+    Bf16(&'a mut [bf16]),
 }
 
-/// Causal attention of each packed row over its sequence's blocks, grouped-query heads.
-///
-/// `q` and `out`: `[tokens, heads * head_dim]`; scores are scaled by `1 / sqrt(head_dim)`. Softmax is online over
-/// blocks (Milakov & Gimelshein 2018), so the order of additions depends on positions only, not on the batch.
-///
-/// # Safety
-/// Nobody may write the blocks of `meta`'s tables meanwhile.
-pub unsafe fn paged_attention(
-    pool: &KvPool,
-    layer: usize,
-    meta: &BatchMeta,
-    heads: usize,
-    q: &[f32],
-    out: &mut [f32],
-) {
-    let layout = pool.layout();
-    let row = heads * layout.head_dim;
-    assert!(
-        q.len() == meta.num_tokens() * row && out.len() == q.len(),
-        "attention rows of {row}. This is a bug."
-    );
-    assert!(
-        heads.is_multiple_of(layout.num_kv_heads),
-        "{heads} heads in {} groups. This is a bug.",
-        layout.num_kv_heads
-    );
-    let tiles: Vec<Tile> = meta.seqs.iter().flat_map(|seq| Tile::split(seq, layout.num_kv_heads)).collect();
-    let task = Task { pool, layer, meta, heads, q, out: out.as_mut_ptr() };
-    tiles.par_iter().for_each(|tile| match layout.dtype {
-        // SAFETY: passed on from the caller; the dtype is the pool's.
-        KvDtype::Bf16 => unsafe { task.attend::<bf16>(tile) },
-        // SAFETY: passed on from the caller; the dtype is the pool's.
-        KvDtype::F32 => unsafe { task.attend::<f32>(tile) },
-    });
-}
-
-/// Up to [`TILE`] consecutive rows of one sequence, for one KV head.
-struct Tile {
-    kv_head: usize,
-    first_row: usize,
-    rows: usize,
-    /// Tokens that the first row sees, itself included.
-    first_context: usize,
-    table_start: usize,
-}
-
-impl Tile {
-    fn split(seq: &SeqSpan, kv_heads: usize) -> impl Iterator<Item = Tile> + '_ {
-        (0..seq.q_len).step_by(TILE).flat_map(move |start| {
-            (0..kv_heads).map(move |kv_head| Tile {
-                kv_head,
-                first_row: seq.q_start + start,
-                rows: TILE.min(seq.q_len - start),
-                first_context: seq.context_len - seq.q_len + start + 1,
-                table_start: seq.table_start,
-            })
-        })
-    }
-}
-
-struct Task<'a> {
-    pool: &'a KvPool,
-    layer: usize,
-    meta: &'a BatchMeta,
-    heads: usize,
-    q: &'a [f32],
-    out: *mut f32,
-}
-
-// SAFETY: tiles write disjoint (row, head) parts of `out`, and only read everything else.
-unsafe impl Sync for Task<'_> {}
-
-/// Online softmax of one query row.
-#[derive(Clone, Copy)]
-struct Softmax {
-    max: f32,
-    sum: f32,
-}
-
-impl Task<'_> {
-    /// # Safety
-    /// As [`paged_attention`], and `E` must be the pool's element type.
-    unsafe fn attend<E: Element>(&self, tile: &Tile) {
-        let layout = self.pool.layout();
-        let (dim, block_size) = (layout.head_dim, layout.block_size);
-        let group = self.heads / layout.num_kv_heads;
-        let lanes = tile.rows * group;
-        let mut acc = vec![0f32; lanes * dim];
-        let mut state = vec![Softmax { max: f32::NEG_INFINITY, sum: 0.0 }; lanes];
-        let (mut keys, mut values) = (vec![0f32; block_size * dim], vec![0f32; block_size * dim]);
-        let last_context = tile.first_context + tile.rows - 1;
-        for index in 0..last_context.div_ceil(block_size) {
-            let block = self.meta.block_tables[tile.table_start + index];
-            let first_token = index * block_size;
-            let tokens = block_size.min(last_context - first_token);
-            // SAFETY: passed on from the caller.
-            unsafe {
-                self.load::<E>(block, Half::Key, tile.kv_head, tokens, &mut keys);
-                self.load::<E>(block, Half::Value, tile.kv_head, tokens, &mut values);
-            }
-            for row in 0..tile.rows {
-                let visible = (tile.first_context + row).saturating_sub(first_token).min(tokens);
-                if visible == 0 {
-                    continue;
-                }
-                for lane in row * group..(row + 1) * group {
-                    let at = (tile.first_row + row) * self.heads + tile.kv_head * group + lane % group;
-                    let acc = &mut acc[lane * dim..(lane + 1) * dim];
-                    accumulate(
-                        &self.q[at * dim..(at + 1) * dim],
-                        &keys,
-                        &values,
-                        visible,
-                        &mut state[lane],
-                        acc,
-                    );
-                }
-            }
-        }
-        for lane in 0..lanes {
-            let at = (tile.first_row + lane / group) * self.heads + tile.kv_head * group + lane % group;
-            let inverse = 1.0 / state[lane].sum;
-            for (i, value) in acc[lane * dim..(lane + 1) * dim].iter().enumerate() {
-                // SAFETY: `at` is a (row, head) of this tile, inside `out`, and no other tile writes it.
-                unsafe { *self.out.add(at * dim + i) = value * inverse };
-            }
+impl Output<'_> {
+    pub fn len(&self) -> usize {
+        match self {
+            Output::F32(out) => out.len(),
+            Output::Bf16(out) => out.len(),
         }
     }
 
-    /// Widens `tokens` rows of one head of a block half into `into`.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+impl Attention<'_> {
+    pub fn head_dim(&self) -> usize {
+        self.pool.layout().head_dim
+    }
+
+    pub fn kv_heads(&self) -> usize {
+        self.pool.layout().num_kv_heads
+    }
+
+    /// Query heads that share a KV head.
+    pub fn group(&self) -> usize {
+        self.heads / self.kv_heads()
+    }
+
+    /// Causal attention of each packed row over its sequence's blocks, grouped-query heads.
+    ///
+    /// `q` and `out`: `[tokens, heads * head_dim]`; scores are scaled by `1 / sqrt(head_dim)`. With bf16 queries, output
+    /// and KV on [`Isa::Avx512Bf16`], products are of bf16 pairs; otherwise everything is computed in f32. A row's result
+    /// depends on its own sequence's span only, not on the rest of the batch.
     ///
     /// # Safety
-    /// As [`paged_attention`], and `E` must be the pool's element type.
-    unsafe fn load<E: Element>(
+    /// Nobody may write the blocks of the batch's tables meanwhile.
+    pub unsafe fn run(&self, isa: Isa, q: Input<'_>, out: Output<'_>) {
+        let row = self.heads * self.head_dim();
+        assert!(
+            q.len() == self.meta.num_tokens() * row && out.len() == q.len(),
+            "rows of {row}. This is a bug."
+        );
+        assert!(self.heads.is_multiple_of(self.kv_heads()), "{} heads in groups. This is a bug.", self.heads);
+        assert!(isa.is_available(), "no {} here. This is a bug.", isa.as_str());
+        match (q, out) {
+            #[cfg(target_arch = "x86_64")]
+            (Input::Bf16(q), Output::Bf16(out)) if self.has_bf16_kernel(isa) => {
+                // SAFETY: passed on from the caller; `has_bf16_kernel` checked the CPU, the pool and the sizes.
+                unsafe { self.run_bf16(q, out) }
+            }
+            (Input::F32(q), out) => {
+                // SAFETY: passed on from the caller.
+                unsafe { exact::attend(self, q, out) }
+            }
+            (Input::Bf16(q), out) => {
+                let mut wide = vec![0f32; q.len()];
+                widen_into(q, &mut wide);
+                // SAFETY: passed on from the caller.
+                unsafe { exact::attend(self, &wide, out) }
+            }
+        }
+    }
+
+    /// True if bf16 queries are computed with as they are. Rows must fill registers of 32 elements.
+    pub fn has_bf16_kernel(&self, isa: Isa) -> bool {
+        let layout = self.pool.layout();
+        let fits = layout.head_dim.is_multiple_of(32) && layout.head_dim <= 256 && self.group() <= 64;
+        isa == Isa::Avx512Bf16 && layout.dtype == KvDtype::Bf16 && fits
+    }
+
+    /// # Safety
+    /// As [`Self::run`], and [`Self::has_bf16_kernel`].
+    #[cfg(target_arch = "x86_64")]
+    unsafe fn run_bf16(&self, q: &[bf16], out: &mut [bf16]) {
+        use super::{decode, prefill};
+        let few_lanes = |seq: &&SeqSpan| seq.q_len * self.group() <= decode::MAX_LANES;
+        let (short, long): (Vec<&SeqSpan>, Vec<&SeqSpan>) = self.meta.seqs.iter().partition(few_lanes);
+        let out = Rows(out.as_mut_ptr());
+        // SAFETY: passed on from the caller; the two kernels write the rows of different sequences.
+        unsafe {
+            decode::attend(self, q, &out, &short);
+            prefill::attend(self, q, &out, &long);
+        }
+    }
+
+    /// The elements of one head of the token at `position` of the sequence whose block table starts at `table_start`.
+    ///
+    /// Panics if the table names a block that the pool lacks, which is a bug of the engine.
+    #[inline]
+    pub fn token<E: Element>(
         &self,
-        block: u32,
+        table_start: usize,
+        position: usize,
         half: Half,
         kv_head: usize,
-        tokens: usize,
-        into: &mut [f32],
-    ) {
+    ) -> *const E {
         let layout = self.pool.layout();
-        let (dim, row) = (layout.head_dim, layout.row());
-        let from = self.pool.half_ptr(block, self.layer, half).cast::<E>();
-        for token in 0..tokens {
-            // SAFETY: token < block_size and the head lies inside the row, so the slice is inside the half; nobody
-            // writes it meanwhile, by the caller's contract.
-            let source = unsafe { std::slice::from_raw_parts(from.add(token * row + kv_head * dim), dim) };
-            widen_into(source, &mut into[token * dim..(token + 1) * dim]);
-        }
+        let block = self.meta.block_tables[table_start + position / layout.block_size];
+        let offset = position % layout.block_size * layout.row() + kv_head * layout.head_dim;
+        // The offset is inside the half: the position is below the block size and the head below the number of heads.
+        self.pool.half_ptr(block, self.layer, half).cast::<E>().wrapping_add(offset)
     }
 }
 
-dispatch! {
-    /// Adds `visible` keys and values of a block to one query row's running softmax.
-    fn accumulate(q: &[f32], keys: &[f32], values: &[f32], visible: usize, state: &mut Softmax, acc: &mut [f32]) -> () {
-        let dim = q.len();
-        let scale = 1.0 / (dim as f32).sqrt();
-        let mut scores = [0f32; 64];
-        // Blocks hold at most 64 tokens for this stack buffer; longer ones are taken in parts.
-        let mut start = 0;
-        while start < visible {
-            let count = (visible - start).min(64);
-            let mut max = state.max;
-            for (i, score) in scores[..count].iter_mut().enumerate() {
-                let at = (start + i) * dim;
-                *score = dot(q, &keys[at..at + dim]) * scale;
-                max = max.max(*score);
+/// Where rows of the output start, shared by threads that write different (row, head) parts of it.
+pub struct Rows<E>(pub *mut E);
+
+// SAFETY: tasks write disjoint parts.
+unsafe impl<E> Sync for Rows<E> {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::layout::KvLayout;
+
+    struct Case {
+        /// Tokens before and in the batch, for each sequence.
+        seqs: Vec<(usize, usize)>,
+        heads: usize,
+        layout: KvLayout,
+    }
+
+    fn random(len: usize, seed: u32) -> Vec<f32> {
+        let mut state = seed;
+        let mut next = || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            // Wide enough that some softmaxes are sharp.
+            ((state >> 8) as f32 / (1 << 23) as f32 - 1.0) * 2.0
+        };
+        (0..len).map(|_| bf16::from_f32(next()).to_f32()).collect()
+    }
+
+    /// Largest difference from f64 on `isa`, with queries and output in bf16 or in f32.
+    fn error(case: &Case, isa: Isa, narrow: bool) -> f64 {
+        let layout = case.layout;
+        let (dim, size, layer) = (layout.head_dim, layout.block_size, layout.num_layers - 1);
+        let blocks = case.seqs.iter().map(|(before, new)| (before + new).div_ceil(size)).sum::<usize>();
+        let pool = KvPool::new(layout, blocks).unwrap();
+        let (mut meta, mut next) = (BatchMeta::default(), 0);
+        let mut kv = Vec::new();
+        for (i, &(before, new)) in case.seqs.iter().enumerate() {
+            let count = (before + new).div_ceil(size);
+            let table: Vec<u32> = (0..count as u32).map(|b| next + count as u32 - 1 - b).collect();
+            next += count as u32;
+            meta.push(&table, before, new, size);
+            kv.push([Half::Key, Half::Value].map(|half| {
+                let values =
+                    random((before + new) * layout.row(), 7 + i as u32 + 100 * (half == Half::Value) as u32);
+                for (position, row) in values.chunks_exact(layout.row()).enumerate() {
+                    let to = pool.half_ptr(table[position / size], layer, half);
+                    for (j, value) in row.iter().enumerate() {
+                        let at = position % size * layout.row() + j;
+                        // SAFETY: inside the half, of the pool's type, and the pool is this test's.
+                        unsafe {
+                            match layout.dtype {
+                                KvDtype::Bf16 => *to.cast::<bf16>().add(at) = bf16::from_f32(*value),
+                                KvDtype::F32 => *to.cast::<f32>().add(at) = *value,
+                            }
+                        }
+                    }
+                }
+                values
+            }));
+        }
+        let q = random(meta.num_tokens() * case.heads * dim, 1);
+        let attention = Attention { pool: &pool, layer, meta: &meta, heads: case.heads };
+        let mut out = vec![f32::NAN; q.len()];
+        if narrow {
+            let q: Vec<bf16> = q.iter().map(|x| bf16::from_f32(*x)).collect();
+            let mut rounded = vec![bf16::NAN; q.len()];
+            // SAFETY: the pool is this test's.
+            unsafe { attention.run(isa, Input::Bf16(&q), Output::Bf16(&mut rounded)) };
+            out = rounded.iter().map(|x| x.to_f32()).collect();
+        } else {
+            // SAFETY: the pool is this test's.
+            unsafe { attention.run(isa, Input::F32(&q), Output::F32(&mut out)) };
+        }
+        let mut worst = 0f64;
+        let group = case.heads / layout.num_kv_heads;
+        for (seq, [keys, values]) in meta.seqs.iter().zip(&kv) {
+            for row in 0..seq.q_len {
+                for head in 0..case.heads {
+                    let at = ((seq.q_start + row) * case.heads + head) * dim;
+                    let context = seq.context_len - seq.q_len + row + 1;
+                    let part = |t: usize| t * layout.row() + head / group * dim;
+                    let product = |t: usize| -> f64 {
+                        (0..dim).map(|i| f64::from(q[at + i]) * f64::from(keys[part(t) + i])).sum()
+                    };
+                    let scores: Vec<f64> = (0..context).map(|t| product(t) / (dim as f64).sqrt()).collect();
+                    let max = scores.iter().copied().fold(f64::MIN, f64::max);
+                    let weights: Vec<f64> = scores.iter().map(|score| (score - max).exp()).collect();
+                    let sum: f64 = weights.iter().sum();
+                    for i in 0..dim {
+                        let value = |t: usize| weights[t] / sum * f64::from(values[part(t) + i]);
+                        let exact: f64 = (0..context).map(value).sum();
+                        let error = (exact - f64::from(out[at + i])).abs();
+                        assert!(!error.is_nan(), "{:?} row {row} head {head} is not a number", case.seqs);
+                        worst = worst.max(error);
+                    }
+                }
             }
-            let keep = (state.max - max).exp();
-            state.sum *= keep;
-            for (i, score) in scores[..count].iter().enumerate() {
-                let weight = (score - max).exp();
-                state.sum += weight;
-                let at = (start + i) * dim;
-                scale_add(acc, if i == 0 { keep } else { 1.0 }, weight, &values[at..at + dim]);
+        }
+        worst
+    }
+
+    fn cases(dtype: KvDtype) -> Vec<Case> {
+        let shapes =
+            [(2, 1, 32, 16), (4, 2, 128, 16), (7, 1, 64, 8), (8, 8, 32, 5), (3, 1, 96, 32), (4, 2, 48, 16)];
+        let seqs: [&[(usize, usize)]; 6] = [
+            &[(0, 1)],
+            &[(0, 150), (0, 33)],
+            &[(16, 1), (511, 1), (0, 5), (600, 3)],
+            &[(130, 70), (1099, 1)],
+            &[(127, 1), (128, 1), (0, 128)],
+            &[(5, 4), (64, 64)],
+        ];
+        let layout = |(heads, num_kv_heads, head_dim, block_size)| {
+            (heads, KvLayout { num_layers: 2, num_kv_heads, head_dim, block_size, dtype })
+        };
+        let case = |shape| {
+            let (heads, layout) = layout(shape);
+            seqs.iter().map(move |seqs| Case { seqs: seqs.to_vec(), heads, layout })
+        };
+        shapes.into_iter().flat_map(case).collect()
+    }
+
+    #[test]
+    fn attention_in_f32_agrees_with_f64() {
+        for dtype in [KvDtype::F32, KvDtype::Bf16] {
+            for case in cases(dtype) {
+                let error = error(&case, Isa::detect(), false);
+                assert!(error < 2e-5, "{:?} {:?}: {error:e}", case.seqs, case.layout);
             }
-            state.max = max;
-            start += count;
+        }
+    }
+
+    #[test]
+    fn attention_in_bf16_agrees_with_f64_within_its_rounding() {
+        for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
+            for case in cases(KvDtype::Bf16) {
+                // Values are below 2, and half a unit in the last place of bf16 is 2^-9 of them.
+                let error = error(&case, isa, true);
+                assert!(error < 1.5e-2, "{isa:?} {:?} {:?}: {error:e}", case.seqs, case.layout);
+            }
         }
     }
 }

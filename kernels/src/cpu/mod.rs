@@ -3,9 +3,32 @@
 //! Every kernel is written once in portable Rust and compiled twice by [`dispatch!`]: for the baseline CPU and for
 //! AVX2+FMA, chosen at run time.
 
+pub mod arena;
 pub mod attention;
+#[cfg(target_arch = "x86_64")]
+mod decode;
+#[cfg(target_arch = "x86_64")]
+mod dp;
+mod exact;
+pub mod exp;
+pub mod isa;
 pub mod linear;
+pub mod matmul;
+pub mod packed;
 pub mod pointwise;
+#[cfg(target_arch = "x86_64")]
+mod prefill;
+pub mod qkv;
+#[cfg(target_arch = "x86_64")]
+mod simd;
+pub mod team;
+mod widen;
+
+pub use arena::Arena;
+pub use attention::{Attention, Output};
+pub use isa::Isa;
+pub use matmul::{Input, matmul};
+pub use packed::PackedBf16;
 
 /// Compiles `$body` as `fn $name` twice and picks the wider one where the CPU has it.
 macro_rules! dispatch {
