@@ -12,6 +12,7 @@ mod error;
 mod machine;
 mod prefix_hits;
 mod process;
+mod profile;
 mod prometheus;
 mod prompts;
 mod report;
@@ -42,6 +43,7 @@ struct Args {
 enum Command {
     Ttft(ttft::Args),
     PrefixHits(prefix_hits::Args),
+    Profile(profile::Args),
     Demo(demo::Args),
 }
 
@@ -67,6 +69,7 @@ async fn run(command: Command) -> Result<ExitCode> {
     match command {
         Command::Ttft(args) => Box::pin(ttft::run(args)).await?,
         Command::PrefixHits(args) => Box::pin(prefix_hits::run(args)).await?,
+        Command::Profile(args) => Box::pin(profile::run(args)).await?,
         Command::Demo(args) => Box::pin(demo::run(args)).await?,
     }
     Ok(ExitCode::SUCCESS)

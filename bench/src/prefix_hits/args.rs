@@ -10,8 +10,8 @@ use super::workload;
 use crate::error::{BenchError, Result};
 
 /// Requests for each number of prefixes when --repeats is not given. A share near one half then has a standard error of
-/// one percentage point, so that a difference of three means something.
-const DEFAULT_REQUESTS: usize = 2400;
+/// 0.6 percentage points, so that a difference of three means something.
+const DEFAULT_REQUESTS: usize = 7200;
 
 /// Send requests that share prefixes to workers chosen at random, and compare the hits in their prefix caches with an
 /// LRU model and with the capacity rule.
@@ -48,7 +48,7 @@ pub struct Args {
     /// Numbers of shared prefixes, each measured by itself.
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "2,7,12,24", value_parser = at_least_one)]
     pub kinds: Vec<usize>,
-    /// Requests for each prefix; when not given, as many as make 2,400 requests for each number of prefixes.
+    /// Requests for each prefix; when not given, as many as make 7,200 requests for each number of prefixes.
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     repeats: Option<usize>,
     /// Tokens of each shared prefix.
@@ -91,10 +91,10 @@ answer), not rounded. Each prefix is counted with one suffix; older suffixes of 
 the more the fewer prefixes there are, so the rule is a little high where not quite all prefixes fit.
 
 With 12 repeats of 7 prefixes (84 requests) the ratio of one run is off by 6 points or less in two of three runs: that \
-cannot show a difference of 3. With the default of 2,400 requests it is 1 point.
+cannot show a difference of 3. With the default of 7,200 requests it is 0.6 points.
 
 `hit` and `miss` are the client's median times to the first token of requests that found their whole prefix, or \
-nothing; `x` is their ratio. They contain HTTP and the work of the simulation itself, which --sim-speed does not make \
+nothing; `x` is their ratio. Where all prefixes fit only the first touches miss: too few for a ratio. The times contain HTTP and the work of the simulation itself, which --sim-speed does not make \
 shorter: take them from --sim-speed 1, with a profile far slower than this machine's own work. A full-size model such \
 as a folder with Qwen3-0.6B's config and tokenizer needs 112 KiB of memory a token: 1 GiB for each worker of 9,362.
 
@@ -243,7 +243,7 @@ mod tests {
         args.check().unwrap();
         assert_eq!((args.num_blocks(), args.pool_tokens(), args.full_prefix()), (585, 9360, 2000));
         assert!((args.fit() - 4.07).abs() < 0.001, "{}", args.fit());
-        assert_eq!([2, 7, 12, 24].map(|kinds| args.repeats(kinds)), [1200, 343, 200, 100]);
+        assert_eq!([2, 7, 12, 24].map(|kinds| args.repeats(kinds)), [3600, 1029, 600, 300]);
         assert_eq!(parse(&["--repeats", "6"]).unwrap().repeats(12), 6);
     }
 

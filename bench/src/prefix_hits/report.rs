@@ -108,8 +108,8 @@ impl Summary {
     /// `prefix` are the tokens of a prefix that fill blocks.
     pub fn new(kinds: usize, repeats: usize, prefix: usize, fit: f64, outcomes: &[Outcome]) -> Self {
         let warm = || outcomes.iter().filter(|outcome| !outcome.first_touch);
-        let (measured, lru): (fn(&Outcome) -> usize, fn(&Outcome) -> usize) =
-            (|outcome| outcome.cached_tokens, |outcome| outcome.lru_cached_tokens);
+        let measured = |outcome: &Outcome| outcome.cached_tokens;
+        let lru = |outcome: &Outcome| outcome.lru_cached_tokens;
         let shares: Vec<f64> =
             warm().map(|o| o.cached_tokens.min(prefix) as f64 / prefix.max(1) as f64).collect();
         let ttft = |matching: &dyn Fn(&&Outcome) -> bool| {
