@@ -46,11 +46,8 @@ pub fn load(config: &Config, dir: &Path) -> anyhow::Result<Compute> {
 }
 
 fn load_model(config: &Config, dir: &Path) -> anyhow::Result<Compute> {
-    rayon::ThreadPoolBuilder::new()
-        .num_threads(config.threads)
-        .thread_name(|index| format!("compute-{index}"))
-        .build_global()
-        .context("the compute threads cannot be started")?;
+    let first = kernels::cpu::team::set_threads(config.threads);
+    assert!(first, "the compute threads start with the first model. This is a bug.");
     let ModelFiles {
         dir,
         config: model_config,
