@@ -37,6 +37,10 @@ const LAYOUT_VERSION: u32 = 1;
 /// Loads what `config` asks for. Blocks; must run within a tokio runtime.
 pub fn load(config: &Config, state: &Arc<AppState>) -> anyhow::Result<Worker> {
     let started = Instant::now();
+    if !kernels::cpu::team::set_threads(config.threads) {
+        bail!("the kernels' threads have started already");
+    }
+    // For what libraries do in parallel, such as tokenizing a batch.
     rayon::ThreadPoolBuilder::new()
         .num_threads(config.threads)
         .thread_name(|index| format!("compute-{index}"))
