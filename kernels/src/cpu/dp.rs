@@ -115,18 +115,25 @@ impl Tile {
 /// Sixteen pairs from memory of any alignment.
 ///
 /// # Safety
-/// 64 bytes at `from` may be read.
+/// The CPU has AVX512-BF16, and 64 bytes at `from` may be read.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bf16")]
 pub unsafe fn load(from: *const u32) -> __m512bh {
-    // SAFETY: the caller vouches for the read; both types are 512 bits without invalid values.
-    unsafe { std::mem::transmute(_mm512_loadu_si512(from.cast())) }
+    // SAFETY: the caller vouches for the read.
+    pairs_of(unsafe { _mm512_loadu_si512(from.cast()) })
 }
 
 /// One pair in all sixteen places.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bf16")]
-pub fn broadcast(pair: u32) -> __m512bh {
+pub(super) fn broadcast(pair: u32) -> __m512bh {
+    pairs_of(_mm512_set1_epi32(pair as i32))
+}
+
+/// Sixteen words as pairs of bf16.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bf16")]
+pub(super) fn pairs_of(words: __m512i) -> __m512bh {
     // SAFETY: both types are 512 bits without invalid values.
-    unsafe { std::mem::transmute(_mm512_set1_epi32(pair as i32)) }
+    unsafe { std::mem::transmute::<__m512i, __m512bh>(words) }
 }
