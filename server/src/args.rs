@@ -54,9 +54,12 @@ pub struct Args {
     /// Where the model runs.
     #[arg(long, value_enum, default_value_t = DeviceKind::Cpu, help_heading = MODEL)]
     pub device: DeviceKind,
-    /// Compute threads; one per core when not given.
+    /// Compute threads; one per core (of --cpu-affinity) when not given.
     #[arg(long, value_name = "N", value_parser = at_least_one, help_heading = MODEL)]
     pub threads: Option<usize>,
+    /// Cores that compute, such as 0,2-3; all that the process may use when not given.
+    #[arg(long, value_name = "CORES", value_parser = cpu_list, help_heading = MODEL)]
+    pub cpu_affinity: Option<CpuList>,
 
     /// Address or host name to listen on.
     #[arg(long, default_value = "127.0.0.1", help_heading = HTTP)]
@@ -186,6 +189,26 @@ impl Role {
     }
 }
 
+/// Numbers of cores, ascending, none twice, at least one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CpuList(pub Vec<usize>);
+
+/// The kernel's own notation: numbers and ranges, between commas.
+fn cpu_list(text: &str) -> Result<CpuList, String> {
+    /// The kernel's masks end here.
+    const MAX: usize = 1023;
+    let number = |text: &str| text.trim().parse::<usize>().ok().filter(|&cpu| cpu <= MAX);
+    let range = |part: &str| {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        number(first).zip(number(last)).filter(|(first, last)| first <= last)
+    };
+    let ranges: Option<Vec<(usize, usize)>> = text.split(',').map(range).collect();
+    let ranges = ranges.ok_or_else(|| format!("expected numbers up to {MAX} and ranges, such as 0,2-3"))?;
+    let cpus: std::collections::BTreeSet<usize> =
+        ranges.into_iter().flat_map(|(first, last)| first..=last).collect();
+    Ok(CpuList(cpus.into_iter().collect()))
+}
+
 fn at_least_one(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|&n| n >= 1).ok_or_else(|| "expected a whole number of at least 1".into())
 }
@@ -221,12 +244,22 @@ mod tests {
     }
 
     #[test]
+    fn cores_are_numbers_and_ranges() {
+        let cpus = |text| cpu_list(text).map(|cpus| cpus.0);
+        assert_eq!(cpus("0"), Ok(vec![0]));
+        assert_eq!(cpus("7, 0,2-4,3"), Ok(vec![0, 2, 3, 4, 7]));
+        assert!(cpus("0-").is_err() && cpus("1024").is_err() && cpus("a").is_err());
+    }
+
+    #[test]
     fn bad_values_are_named_with_what_was_expected() {
         let cases: &[(&[&str], &[&str])] = &[
             (&["--port", "99999"], &["99999", "--port"]),
             (&["--block-size", "0"], &["'0'", "--block-size", "at least 1"]),
             (&["--role", "wizard"], &["wizard", "--role", "prefill"]),
             (&["--kv-cache-memory-bytes", "lots"], &["lots", "--kv-cache-memory-bytes", "512MiB"]),
+            (&["--cpu-affinity", "3-1"], &["3-1", "--cpu-affinity", "0,2-3"]),
+            (&["--cpu-affinity", ""], &["--cpu-affinity", "0,2-3"]),
             (&["--request-timeout-secs=-1"], &["'-1'", "--request-timeout-secs", "above 0"]),
             (&["--request-timeout-secs", "0"], &["'0'", "--request-timeout-secs", "above 0"]),
             (

@@ -37,6 +37,11 @@ const LAYOUT_VERSION: u32 = 1;
 /// Loads what `config` asks for. Blocks; must run within a tokio runtime.
 pub fn load(config: &Config, state: &Arc<AppState>) -> anyhow::Result<Worker> {
     let started = Instant::now();
+    if let Some(cpus) = &config.cpu_affinity {
+        // Before any of them starts: the engine's and the transport's threads are started from here too.
+        kernels::cpu::team::pin_thread(cpus)
+            .with_context(|| format!("--cpu-affinity names none of this process's cores: {cpus:?}"))?;
+    }
     if !kernels::cpu::team::set_threads(config.threads) {
         bail!("the kernels' threads have started already");
     }
