@@ -90,7 +90,7 @@ fn main() -> Result<()> {
     }
     for (count, floor) in DECODE {
         speed.step(&vec![(0, CONTEXT); count])?;
-        let (ms, cpu) = speed.best(20 * runs, &vec![(CONTEXT, 1); count])?;
+        let (ms, cpu) = speed.best(100 * runs, &vec![(CONTEXT, 1); count])?;
         let (ms, cpu) = (ms * 1e3, cpu * 1e3);
         let (ratio, rate) = (ms / floor, count as f64 / ms * 1e3);
         println!(

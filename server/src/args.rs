@@ -45,7 +45,7 @@ pub struct Args {
     /// The name clients use in `model`; --model's value when not given.
     #[arg(long, value_name = "NAME", help_heading = MODEL)]
     pub served_model_name: Option<String>,
-    /// Precision of weights and activations; `auto` is what the checkpoint has.
+    /// Precision of the weights; `auto` is what the checkpoint has (bf16, f16 or f32).
     #[arg(long, value_enum, default_value_t = DType::Auto, help_heading = MODEL)]
     pub dtype: DType,
     /// Longest prompt and answer together, in tokens; the model's own limit when not given.
@@ -60,9 +60,12 @@ pub struct Args {
     /// With --device sim: how many times faster than the profile to run.
     #[arg(long, value_name = "FACTOR", default_value_t = 1.0, value_parser = above_zero, help_heading = MODEL)]
     pub sim_speed: f64,
-    /// Compute threads; one per core when not given.
+    /// Compute threads; one per core (of --cpu-affinity) when not given.
     #[arg(long, value_name = "N", value_parser = at_least_one, help_heading = MODEL)]
     pub threads: Option<usize>,
+    /// Cores that compute, such as 0,2-3; all that the process may use when not given.
+    #[arg(long, value_name = "CORES", value_parser = cpu_list, help_heading = MODEL)]
+    pub cpu_affinity: Option<CpuList>,
 
     /// Address or host name to listen on.
     #[arg(long, default_value = "127.0.0.1", help_heading = HTTP)]
@@ -91,7 +94,7 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = at_least_one, help_heading = ENGINE)]
     pub max_num_queued_reqs: usize,
 
-    /// Precision of the KV cache; `auto` is that of the activations.
+    /// Precision of the KV cache; `auto` is bf16, or f32 with --dtype f32.
     #[arg(long, value_enum, default_value_t = DType::Auto, help_heading = KV_CACHE)]
     pub kv_cache_dtype: DType,
     /// Tokens in a KV block.
@@ -157,7 +160,7 @@ pub enum KvFailure {
 /// A floating-point precision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum DType {
-    /// As the thing it depends on.
+    /// As stored (weights), or bf16 unless the weights were asked for in f32 (KV cache).
     Auto,
     Bf16,
     F32,
@@ -210,6 +213,26 @@ fn above_zero(text: &str) -> Result<f64, String> {
     text.parse().ok().filter(valid).ok_or_else(|| "expected a number above 0".into())
 }
 
+/// Numbers of cores, ascending, none twice, at least one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CpuList(pub Vec<usize>);
+
+/// The kernel's own notation: numbers and ranges, between commas.
+fn cpu_list(text: &str) -> Result<CpuList, String> {
+    /// The kernel's masks end here.
+    const MAX: usize = 1023;
+    let number = |text: &str| text.trim().parse::<usize>().ok().filter(|&cpu| cpu <= MAX);
+    let range = |part: &str| {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        number(first).zip(number(last)).filter(|(first, last)| first <= last)
+    };
+    let ranges: Option<Vec<(usize, usize)>> = text.split(',').map(range).collect();
+    let ranges = ranges.ok_or_else(|| format!("expected numbers up to {MAX} and ranges, such as 0,2-3"))?;
+    let cpus: std::collections::BTreeSet<usize> =
+        ranges.into_iter().flat_map(|(first, last)| first..=last).collect();
+    Ok(CpuList(cpus.into_iter().collect()))
+}
+
 fn at_least_one(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|&n| n >= 1).ok_or_else(|| "expected a whole number of at least 1".into())
 }
@@ -245,12 +268,22 @@ mod tests {
     }
 
     #[test]
+    fn cores_are_numbers_and_ranges() {
+        let cpus = |text| cpu_list(text).map(|cpus| cpus.0);
+        assert_eq!(cpus("0"), Ok(vec![0]));
+        assert_eq!(cpus("7, 0,2-4,3"), Ok(vec![0, 2, 3, 4, 7]));
+        assert!(cpus("0-").is_err() && cpus("1024").is_err() && cpus("a").is_err());
+    }
+
+    #[test]
     fn bad_values_are_named_with_what_was_expected() {
         let cases: &[(&[&str], &[&str])] = &[
             (&["--port", "99999"], &["99999", "--port"]),
             (&["--block-size", "0"], &["'0'", "--block-size", "at least 1"]),
             (&["--role", "wizard"], &["wizard", "--role", "prefill"]),
             (&["--kv-cache-memory-bytes", "lots"], &["lots", "--kv-cache-memory-bytes", "512MiB"]),
+            (&["--cpu-affinity", "3-1"], &["3-1", "--cpu-affinity", "0,2-3"]),
+            (&["--cpu-affinity", ""], &["--cpu-affinity", "0,2-3"]),
             (&["--request-timeout-secs=-1"], &["'-1'", "--request-timeout-secs", "above 0"]),
             (&["--request-timeout-secs", "0"], &["'0'", "--request-timeout-secs", "above 0"]),
             (

@@ -45,6 +45,8 @@ pub struct Config {
     pub request_timeout: Duration,
     pub shutdown_grace: Duration,
     pub threads: usize,
+    /// Cores for the threads that compute and move KV; `None` leaves them as they are.
+    pub cpu_affinity: Option<Vec<usize>>,
     pub device: DeviceKind,
     /// A built-in profile's name or a file, for the simulated device.
     pub sim_profile: String,
@@ -98,7 +100,11 @@ impl Config {
         if let Some(dir) = args.nixl_dir.as_ref().filter(|dir| !dir.is_dir()) {
             return Err(bad("nixl-dir", dir.display(), "an existing folder".into()));
         }
-        let default_threads = || std::thread::available_parallelism().map_or(1, usize::from);
+        let cpu_affinity = args.cpu_affinity.map(|cpus| cpus.0);
+        let default_threads = || match &cpu_affinity {
+            Some(cpus) => cpus.len(),
+            None => std::thread::available_parallelism().map_or(1, usize::from),
+        };
         Ok(Self {
             role: args.role,
             served_model_name: served_name(args.served_model_name, &args.model)?,
@@ -121,6 +127,7 @@ impl Config {
             request_timeout: Duration::from_secs_f64(args.request_timeout_secs),
             shutdown_grace: Duration::from_secs_f64(args.shutdown_grace_secs),
             threads: args.threads.unwrap_or_else(default_threads),
+            cpu_affinity,
             device: args.device,
             sim_profile: args.sim_profile,
             sim_speed: args.sim_speed,

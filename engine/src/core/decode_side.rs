@@ -75,7 +75,6 @@ impl Core {
                 }
                 request.cached_tokens = Some(cached_tokens as usize);
                 request.timeline.prefill = Some(timing);
-                self.counters.prompt_tokens_cached += u64::from(cached_tokens);
                 self.dequeued(id);
                 self.emit(id, Sampled { token, logprobs }, now);
                 self.receive_if_complete(id, now);
@@ -102,6 +101,7 @@ impl Core {
             let Some(cached_blocks) = self.take_blocks_for_prompt(id) else { break };
             self.ungranted.pop_front();
             self.count_lookup(self.requests[&id].prompt_len, cached_blocks * self.config.block_size);
+            self.counters.prompt_tokens_cached += (cached_blocks * self.config.block_size) as u64;
             let prompt_blocks = self.blocks_for(self.requests[&id].prompt_len);
             let request = self.request(id);
             request.timeline.granted = Some(now.saturating_sub(request.arrival));

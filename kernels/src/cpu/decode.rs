@@ -10,7 +10,7 @@ use std::cell::RefCell;
 use half::bf16;
 
 use super::attention::{Attention, Rows};
-use super::dp::{broadcast, load};
+use super::dp::{broadcast, load, pairs_of};
 use super::exp::exp2;
 use super::simd::{transpose, zip};
 use super::team;
@@ -246,7 +246,7 @@ unsafe fn add_part<const R: usize, const L: usize>(
 ) -> usize {
     let width = to.len() / L;
     let to: [*mut f32; L] = std::array::from_fn(|lane| to[lane * width + 2 + at..][..16 * R].as_mut_ptr());
-    // SAFETY: `16 R` floats of each lane, and as many elements of each row from `at` on. Registers of one size.
+    // SAFETY: `16 R` floats of each lane, and as many elements of each row from `at` on.
     unsafe {
         let mut sums: [[__m512; R]; L] =
             std::array::from_fn(|lane| std::array::from_fn(|i| _mm512_loadu_ps(to[lane].add(16 * i))));
@@ -259,7 +259,7 @@ unsafe fn add_part<const R: usize, const L: usize>(
             for i in 0..R / 2 {
                 let (even, odd) = (even.add(16 * i), odd.add(16 * i));
                 let (low, high) = zip(_mm512_loadu_si512(even.cast()), _mm512_loadu_si512(odd.cast()));
-                let (low, high): (__m512bh, __m512bh) = (std::mem::transmute(low), std::mem::transmute(high));
+                let (low, high) = (pairs_of(low), pairs_of(high));
                 for (sums, weight) in sums.iter_mut().zip(weights) {
                     sums[2 * i] = _mm512_dpbf16_ps(sums[2 * i], low, weight);
                     sums[2 * i + 1] = _mm512_dpbf16_ps(sums[2 * i + 1], high, weight);

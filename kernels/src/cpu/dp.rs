@@ -7,6 +7,10 @@ use super::packed::COLUMNS;
 /// Rows of the largest tile: 6 x 4 sums, 4 weights and a broadcast use 29 of 32 registers.
 pub const ROWS: usize = 6;
 
+/// Words between what is used and what is fetched ahead, into L2: 16 KiB are some 250 ns of a thread's share of 60 GB/s,
+/// more than memory's latency on a busy machine.
+const PREFETCH: usize = 4096;
+
 /// What a tile's sums start from.
 #[derive(Clone, Copy)]
 pub enum Start {
@@ -32,8 +36,9 @@ pub struct Tile {
     pub c: *mut f32,
     pub c_row: usize,
     pub start: Start,
-    /// Fetch `b` ahead: it comes from memory, not from a cache.
-    pub prefetch: bool,
+    /// Cache lines of each pair's four that are fetched ahead, where `b` comes from memory: `(first, end)`. Tiles that use
+    /// the same `b` share them out, so that memory is busy all the time.
+    pub prefetch: (usize, usize),
 }
 
 impl Tile {
@@ -60,6 +65,7 @@ impl Tile {
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
     unsafe fn rows<const R: usize>(&self) {
         let Tile { pairs, a, a_row, a_pair, b, c, c_row, start, prefetch } = *self;
+        let (first, end) = prefetch;
         let mut sums = [[_mm512_setzero_ps(); 4]; R];
         // SAFETY: all addresses are within what the caller vouches for: rows below R, pairs below `pairs`, 64 columns.
         // A prefetch beyond the end is no access.
@@ -85,11 +91,8 @@ impl Tile {
             let (mut a_at, mut b_at) = (a, b);
             for _ in 0..pairs {
                 let weights: [__m512bh; 4] = std::array::from_fn(|j| load(b_at.add(16 * j)));
-                if prefetch {
-                    for j in 0..4 {
-                        // 4 KiB ahead: some 80 ns at 50 GB/s.
-                        _mm_prefetch::<_MM_HINT_T0>(b_at.wrapping_add(1024 + 16 * j).cast());
-                    }
+                for j in first..end {
+                    _mm_prefetch::<_MM_HINT_T1>(b_at.wrapping_add(PREFETCH + 16 * j).cast());
                 }
                 for (i, row) in sums.iter_mut().enumerate() {
                     let input = broadcast(a_at.add(i * a_row).read_unaligned());
@@ -112,18 +115,25 @@ impl Tile {
 /// Sixteen pairs from memory of any alignment.
 ///
 /// # Safety
-/// 64 bytes at `from` may be read.
+/// The CPU has AVX512-BF16, and 64 bytes at `from` may be read.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bf16")]
 pub unsafe fn load(from: *const u32) -> __m512bh {
-    // SAFETY: the caller vouches for the read; both types are 512 bits without invalid values.
-    unsafe { std::mem::transmute(_mm512_loadu_si512(from.cast())) }
+    // SAFETY: the caller vouches for the read.
+    pairs_of(unsafe { _mm512_loadu_si512(from.cast()) })
 }
 
 /// One pair in all sixteen places.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bf16")]
-pub fn broadcast(pair: u32) -> __m512bh {
+pub(super) fn broadcast(pair: u32) -> __m512bh {
+    pairs_of(_mm512_set1_epi32(pair as i32))
+}
+
+/// Sixteen words as pairs of bf16.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bf16")]
+pub(super) fn pairs_of(words: __m512i) -> __m512bh {
     // SAFETY: both types are 512 bits without invalid values.
-    unsafe { std::mem::transmute(_mm512_set1_epi32(pair as i32)) }
+    unsafe { std::mem::transmute::<__m512i, __m512bh>(words) }
 }

@@ -136,7 +136,8 @@ struct Piece {
     rows: usize,
     pair: usize,
     pairs: usize,
-    prefetch: bool,
+    /// See [`super::dp::Tile::prefetch`].
+    prefetch: (usize, usize),
 }
 
 impl Product<'_> {
@@ -154,16 +155,10 @@ impl Product<'_> {
             for panel in task * per_task..panels.min((task + 1) * per_task) {
                 self.set_bias(panel, 0, m);
                 for pair in (0..pairs).step_by(step) {
-                    for row in (0..m).step_by(tile_rows) {
-                        let rows = tile_rows.min(m - row);
-                        self.tile(Piece {
-                            panel,
-                            row,
-                            rows,
-                            pair,
-                            pairs: step.min(pairs - pair),
-                            prefetch: row == 0,
-                        });
+                    for (tile, row) in (0..m).step_by(tile_rows).enumerate() {
+                        let (rows, pairs) = (tile_rows.min(m - row), step.min(pairs - pair));
+                        let prefetch = (4 * tile / tiles, 4 * (tile + 1) / tiles);
+                        self.tile(Piece { panel, row, rows, pair, pairs, prefetch });
                     }
                 }
             }
@@ -182,7 +177,7 @@ impl Product<'_> {
                 for panel in range.clone() {
                     for row in (first..last).step_by(TILE_ROWS) {
                         let (rows, pairs) = (TILE_ROWS.min(last - row), BLOCK_PAIRS.min(pairs - pair));
-                        self.tile(Piece { panel, row, rows, pair, pairs, prefetch: false });
+                        self.tile(Piece { panel, row, rows, pair, pairs, prefetch: (0, 0) });
                     }
                 }
             }

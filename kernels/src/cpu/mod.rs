@@ -10,7 +10,7 @@ mod decode;
 #[cfg(target_arch = "x86_64")]
 mod dp;
 mod exact;
-pub mod exp;
+mod exp;
 pub mod isa;
 pub mod linear;
 pub mod matmul;

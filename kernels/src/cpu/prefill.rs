@@ -155,7 +155,7 @@ impl Lanes {
                 c: scratch.scores[key * LANES..].as_mut_ptr(),
                 c_row: LANES,
                 start: Start::Zero,
-                prefetch: false,
+                prefetch: (0, 0),
             };
             // SAFETY: `rows` keys follow in this block, `layout.row()` elements apart, which nobody writes; the scratch
             // was sized for a span.
@@ -210,7 +210,7 @@ impl Lanes {
                 c: scratch.output[i * LANES..].as_mut_ptr(),
                 c_row: LANES,
                 start: if first == 0 { Start::Zero } else { Start::Scaled(scratch.keep.as_ptr()) },
-                prefetch: false,
+                prefetch: (0, 0),
             };
             // SAFETY: the scratch was sized for `dim` and a span, and rows from `i` on are at most `dim - i`.
             unsafe { tile.run(dp::ROWS.min(dim - i)) };

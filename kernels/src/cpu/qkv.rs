@@ -71,9 +71,10 @@ impl Qkv<'_> {
                 let to = unsafe { std::slice::from_raw_parts_mut(q.0.add(i * q_row), q_row) };
                 turn_heads(queries, self.norms.map(|norms| norms.0), self.eps, turn, &mut head, to);
                 let keys = (keys, self.norms.map(|norms| norms.1), turn);
-                // SAFETY: passed on from the caller; the dtype is the pool's.
                 match self.pool.layout().dtype {
+                    // SAFETY: passed on from the caller; the dtype is the pool's.
                     KvDtype::Bf16 => unsafe { self.store::<half::bf16>(first + i, keys, values, &mut head) },
+                    // SAFETY: as above.
                     KvDtype::F32 => unsafe { self.store::<f32>(first + i, keys, values, &mut head) },
                 }
             }

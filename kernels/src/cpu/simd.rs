@@ -62,6 +62,7 @@ pub fn pair_up(a: __m512, b: __m512) -> __m512i {
 }
 
 #[cfg(test)]
+#[expect(clippy::missing_transmute_annotations, reason = "arrays of the tests to registers and back")]
 mod tests {
     use super::super::Isa;
     use super::*;

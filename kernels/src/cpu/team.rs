@@ -7,6 +7,7 @@
 use std::any::Any;
 use std::cell::UnsafeCell;
 use std::hint::spin_loop;
+use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, TryLockError};
@@ -32,6 +33,23 @@ pub fn set_threads(threads: usize) -> bool {
         Team::new(threads)
     });
     first
+}
+
+/// Keeps this thread and all that it starts from now on to the cores `cpus`.
+///
+/// Errors: this process may use none of them.
+pub fn pin_thread(cpus: &[usize]) -> io::Result<()> {
+    // SAFETY: all-zero is the empty set.
+    let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+    for &cpu in cpus.iter().filter(|&&cpu| cpu < libc::CPU_SETSIZE as usize) {
+        // SAFETY: the core's bit is inside the set, checked just now.
+        unsafe { libc::CPU_SET(cpu, &mut set) };
+    }
+    // SAFETY: the set is initialised, of the size given, and only read.
+    match unsafe { libc::sched_setaffinity(0, size_of_val(&set), &set) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
 }
 
 /// Threads that [`run`] uses, the caller included; one per core this process may use, unless [`set_threads`] came first.
@@ -271,6 +289,27 @@ mod tests {
             }
         });
         assert_eq!(sum.into_inner(), 4 * 500 * 10);
+    }
+
+    #[test]
+    fn threads_pinned_to_one_core_do_not_starve_each_other() {
+        let done = AtomicUsize::new(0);
+        let pinned = || {
+            // SAFETY: all-zero is the empty set, the kernel fills in this thread's own.
+            let mut allowed: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+            // SAFETY: the set is as large as it says.
+            unsafe { libc::sched_getaffinity(0, size_of_val(&allowed), &mut allowed) };
+            // SAFETY: the bit is inside the set.
+            let first =
+                (0..libc::CPU_SETSIZE as usize).find(|&cpu| unsafe { libc::CPU_ISSET(cpu, &allowed) });
+            pin_thread(&[first.expect("a core to run on")]).unwrap();
+            let team = Team::new(3);
+            (0..300).for_each(|_| team.run(6, |_| add(&done, 1)));
+        };
+        // Two teams, as two processes would have.
+        thread::scope(|scope| drop([scope.spawn(pinned), scope.spawn(pinned)]));
+        assert_eq!(done.into_inner(), 2 * 300 * 6);
+        assert!(pin_thread(&[]).is_err());
     }
 
     #[test]

@@ -86,7 +86,7 @@ impl Tile {
     /// All of `a`, `b` and `c` that the fields name may be accessed.
     pub unsafe fn portable(&self, rows: usize) {
         // SAFETY: passed on from the caller.
-        unsafe { by_rows!(self, rows, false, 32, 16, 8) }
+        unsafe { by_rows!(self, rows, false, 32, 8, 8) }
     }
 
     /// # Safety
@@ -95,7 +95,7 @@ impl Tile {
     #[target_feature(enable = "avx2,fma")]
     pub unsafe fn avx2(&self, rows: usize) {
         // SAFETY: passed on from the caller.
-        unsafe { by_rows!(self, rows, true, 64, 32, 16) }
+        unsafe { by_rows!(self, rows, true, 64, 16, 16) }
     }
 
     /// # Safety
@@ -104,6 +104,6 @@ impl Tile {
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
     pub unsafe fn avx512(&self, rows: usize) {
         // SAFETY: passed on from the caller.
-        unsafe { by_rows!(self, rows, true, 64, 32, 16) }
+        unsafe { by_rows!(self, rows, true, 64, 16, 16) }
     }
 }

@@ -111,10 +111,13 @@ impl InplaceOp3 for Stored<'_> {
     ) -> Result<()> {
         let (y, x) = (f32_slice_mut(y, yl, "linear's output")?, f32_slice(x, xl, "linear's input")?);
         let (sizes, range) = (wl.shape().dims2()?, range(wl, "linear's weight")?);
-        with_bias(self.bias, |bias| match w {
-            CpuStorage::F32(w) => Ok(cpu::linear::linear(x, &w[range], bias, y, sizes, self.add)),
-            CpuStorage::F16(w) => Ok(cpu::linear::linear(x, &w[range], bias, y, sizes, self.add)),
-            _ => bail!("linear: stored weights are f32 or f16"),
+        with_bias(self.bias, |bias| {
+            match w {
+                CpuStorage::F32(w) => cpu::linear::linear(x, &w[range], bias, y, sizes, self.add),
+                CpuStorage::F16(w) => cpu::linear::linear(x, &w[range], bias, y, sizes, self.add),
+                _ => bail!("linear: stored weights are f32 or f16"),
+            }
+            Ok(())
         })?
     }
 }

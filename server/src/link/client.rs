@@ -15,7 +15,7 @@ use transfer::{Hello, PeerId};
 
 use super::frame::Frame;
 use super::peers::{Peers, Standing};
-use super::{HANDSHAKE, LinkContext, PATH, PING, SILENCE};
+use super::{HANDSHAKE, LinkContext, PATH, PING, SILENCE, misfit};
 use crate::config::PeerUrl;
 
 /// Pause after a link is lost or refused; doubled up to the second.
@@ -113,7 +113,7 @@ async fn handshake(context: &LinkContext, url: &PeerUrl) -> Result<(Socket, Hell
                     let role = theirs.role.as_deref().unwrap_or("unknown");
                     Err(Failure::Misfit(format!("its role is {role}, expected prefill")))
                 }
-                Err(mismatch) => Err(Failure::Misfit(mismatch.to_string())),
+                Err(found) => Err(Failure::Misfit(misfit(found.field, &found.theirs, &found.ours))),
             },
             Ok(Frame::Refused { reason, permanent: true }) => Err(Failure::Misfit(reason)),
             Ok(Frame::Refused { reason, permanent: false }) => Err(Failure::Lost(reason)),

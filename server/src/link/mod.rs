@@ -32,6 +32,11 @@ pub(crate) const SILENCE: Duration = Duration::from_secs(5);
 /// How long either side waits for the other's part of the handshake.
 pub(crate) const HANDSHAKE: Duration = Duration::from_secs(10);
 
+/// Why two workers do not fit, in words that are true on both.
+pub(crate) fn misfit(field: &str, prefill: &str, decode: &str) -> String {
+    format!("{field} differs: the prefill worker has {prefill}, the decode worker has {decode}")
+}
+
 /// What both ends of a link need.
 #[derive(Clone)]
 pub struct LinkContext {

@@ -16,7 +16,7 @@ use tokio::time::timeout;
 use transfer::{Hello, PeerId};
 
 use super::frame::Frame;
-use super::{HANDSHAKE, LinkContext, SILENCE};
+use super::{HANDSHAKE, LinkContext, SILENCE, misfit};
 use crate::error::ApiError;
 use crate::readiness::State as ReadyState;
 use crate::shutdown::Running;
@@ -102,7 +102,11 @@ async fn accept(server: &LinkServer, state: &AppState, hello: &Hello) -> Result<
     if state.readiness.get() == ReadyState::Draining {
         return Err(("the prefill worker is shutting down".into(), false));
     }
-    server.context.hello.check(hello).map_err(|mismatch| (mismatch.to_string(), true))?;
+    server
+        .context
+        .hello
+        .check(hello)
+        .map_err(|found| (misfit(found.field, &found.ours, &found.theirs), true))?;
     let peer = server.succeed(hello.incarnation).await.map_err(|reason| (reason, false))?;
     let added = server.context.add_peer(peer, hello.metadata.clone()).await;
     added.map_err(|error| (format!("the KV transport cannot reach the decode worker: {error}"), false))?;

@@ -46,6 +46,11 @@ pub fn load(config: &Config, dir: &Path) -> anyhow::Result<Compute> {
 }
 
 fn load_model(config: &Config, dir: &Path) -> anyhow::Result<Compute> {
+    if let Some(cpus) = &config.cpu_affinity {
+        // Before any of them starts: the engine's and the transport's threads are started from here too.
+        kernels::cpu::team::pin_thread(cpus)
+            .with_context(|| format!("--cpu-affinity names none of this process's cores: {cpus:?}"))?;
+    }
     let first = kernels::cpu::team::set_threads(config.threads);
     assert!(first, "the compute threads start with the first model. This is a bug.");
     let ModelFiles {

@@ -120,7 +120,14 @@ impl Agent {
             self.api().nixl_capi_destroy_params(params);
             self.api().nixl_capi_destroy_mem_list(mems);
         }
-        check("create_backend", status)
+        check("create_backend", status).map_err(|error| {
+            let tls = std::env::var("UCX_TLS").unwrap_or_else(|_| "unset".into());
+            let why = format!(
+                "UCX does not start with UCX_TLS={tls:?}: it needs a transport that carries active messages, so add tcp \
+                 ({error}; UCX_LOG_LEVEL=warn shows UCX's own reason)"
+            );
+            TransferError::Unavailable { name: "nixl".into(), why }
+        })
     }
 
     fn register_pool(&mut self) -> Result<(), TransferError> {
