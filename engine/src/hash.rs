@@ -48,6 +48,18 @@ mod tests {
     const FIRST: &str = "1b8fd3f3a322c5d6b38987e65a675473";
     const SECOND: &str = "2c2a86cc6db10d39a4d0af37218f0603";
 
+    /// kv-03: names of different content do not meet, and do not depend on how the content was walked.
+    #[test]
+    fn a_million_blocks_have_a_million_names() {
+        let block = |i: u32| -> Vec<TokenId> {
+            (0..16).map(|j| i.wrapping_mul(2_654_435_761).rotate_left(j) % 151_643).collect()
+        };
+        let names: std::collections::HashSet<_> =
+            (0..1_000_000).map(|i| chain(root(None), &block(i))).collect();
+        let contents: std::collections::HashSet<_> = (0..1_000_000).map(block).collect();
+        assert_eq!(names.len(), contents.len());
+    }
+
     #[test]
     fn a_salt_is_a_domain_of_its_own() {
         let names = [root(None), root(Some("")), root(Some("a")), root(Some("b")), root(Some("unsalted"))];

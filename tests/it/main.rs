@@ -2,6 +2,7 @@
 
 mod api;
 mod cancel;
+mod cases;
 mod faults;
 mod first_token;
 mod golden;

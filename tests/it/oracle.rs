@@ -12,7 +12,7 @@ use models::{ModelConfig, required_tensors};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use serde_json::json;
-use tests::golden::{Bench, max_difference};
+use tests::golden::{Bench, max_difference, relative_error};
 
 /// Heads, KV heads, head size, hidden size, MLP size, layers, tied.
 type Shape = (usize, usize, usize, usize, usize, usize, bool);
@@ -68,6 +68,39 @@ fn random_checkpoints_give_the_logits_of_candle_transformers() {
             let ours = bench.prompt(&tokens, 33).unwrap();
             let difference = max_difference(ours.last().unwrap(), &expected);
             assert!(difference <= 1e-3, "{shape:?}, {len} tokens: {difference}");
+        }
+    }
+}
+
+/// Wide enough for the kernels that round activations to bf16, which the small checkpoints of `golden` are not.
+#[test]
+fn bf16_products_stay_close_to_the_f32_oracle() {
+    let shape = (8, 4, 64, 576, 1088, 2, true);
+    let mut rng = StdRng::seed_from_u64(9);
+    let dir = tempfile::tempdir().unwrap();
+    let config = write_checkpoint(dir.path(), shape, &mut rng);
+    let file = dir.path().join("model.safetensors");
+    let tensors = candle_core::safetensors::load(&file, &Device::Cpu).unwrap();
+    // Weights as models have them: small, and in bf16.
+    let narrow = |tensor: Tensor| match tensor.dims().len() {
+        1 => tensor.to_dtype(DType::BF16).unwrap(),
+        _ => (tensor * 0.15).unwrap().to_dtype(DType::BF16).unwrap(),
+    };
+    let tensors: HashMap<_, _> = tensors.into_iter().map(|(name, tensor)| (name, narrow(tensor))).collect();
+    candle_core::safetensors::save(&tensors, &file).unwrap();
+    let config: Config = serde_json::from_value(config).unwrap();
+    // SAFETY: the file was written by this test and nobody changes it.
+    let weights = unsafe { VarBuilder::from_mmaped_safetensors(&[&file], DType::F32, &Device::Cpu) }.unwrap();
+    let bench = Bench::load(dir.path(), ComputeDtype::Stored, KvDtype::Bf16, 300).unwrap();
+    for len in [1, 2, 7, 16, 33, 150, 260] {
+        let tokens: Vec<u32> = (0..len).map(|_| rng.random_range(0..101)).collect();
+        let mut oracle = ModelForCausalLM::new(&config, weights.clone()).unwrap();
+        let input = Tensor::from_slice(&tokens, (1, len), &Device::Cpu).unwrap();
+        let expected = oracle.forward(&input, 0).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        for chunk in [len, 64, 5] {
+            let ours = bench.prompt(&tokens, chunk).unwrap();
+            let error = relative_error(ours.last().unwrap(), &expected);
+            assert!(error <= 1e-2, "{len} tokens in chunks of {chunk}: {error}");
         }
     }
 }

@@ -148,6 +148,14 @@ impl Worker {
         std::fs::read_dir(dir).expect("our child has a folder in /proc").count()
     }
 
+    /// Bytes of memory it holds.
+    pub fn resident(&self) -> u64 {
+        let path = format!("/proc/{}/status", self.child.id());
+        let status = std::fs::read_to_string(path).expect("our child has a folder in /proc");
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("a resident size");
+        line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number of kilobytes") << 10
+    }
+
     /// All it has logged, without colours.
     pub fn log(&self) -> String {
         std::fs::read_to_string(self.file("log")).unwrap_or_default()
