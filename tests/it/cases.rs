@@ -16,14 +16,15 @@ async fn sch_02_preemption_is_bounded_and_changes_no_text() {
     for ask in &asks {
         expected.push(alone.client().answer(ask).await);
     }
-    for cluster in [Deployment::both(), Deployment::split("socket")] {
-        let cluster = cluster.flags("--num-kv-blocks 64 --max-num-batched-tokens 128").start().await;
+    // In one process three prompts are admitted at once and outgrow the pool; split, that depends on the prefill worker.
+    for (deployment, least) in [(Deployment::both(), 1.0), (Deployment::split("socket"), 0.0)] {
+        let cluster = deployment.flags("--num-kv-blocks 64 --max-num-batched-tokens 128").start().await;
         let answers = cluster.client().answers(&asks).await;
         for (index, (answer, expected)) in answers.iter().zip(&expected).enumerate() {
             assert_eq!(answer.content(), expected.content(), "request {index}");
         }
         let preemptions = cluster.client().settled().await.value("vllm:num_preemptions_total");
-        assert!((1.0..=40.0).contains(&preemptions), "{preemptions} preemptions of 8 requests");
+        assert!((least..=40.0).contains(&preemptions), "{preemptions} preemptions of 8 requests");
         cluster.settled().await;
     }
 }

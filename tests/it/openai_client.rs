@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 use std::process::{Command, Output};
+use std::sync::{Mutex, PoisonError};
 
 use tests::serve_binary::{profile_dir, repository};
 use tests::{Cluster, Deployment};
@@ -24,6 +25,9 @@ fn installed() -> PathBuf {
     let dir = target.join(OPENAI.replace("==", "-"));
     let hint = "the test of OpenAI's client needs python3 with pip (apt-get install python3-pip) and, the first \
                 time, a network";
+    // One test installs, the others wait for it.
+    static INSTALLING: Mutex<()> = Mutex::new(());
+    let _installing = INSTALLING.lock().unwrap_or_else(PoisonError::into_inner);
     if !dir.is_dir() {
         // Installed beside and renamed, so that a half installed one is never used.
         let work = tempfile::tempdir_in(&target).expect("the target folder is writable");
@@ -39,7 +43,9 @@ fn installed() -> PathBuf {
             "--target",
         ]);
         run(pip.arg(&fresh).arg(OPENAI), hint);
-        std::fs::rename(&fresh, &dir).expect("the client can be moved into place");
+        // Another process's tests may have been faster.
+        let moved = std::fs::rename(&fresh, &dir);
+        assert!(moved.is_ok() || dir.is_dir(), "the client cannot be moved into place: {moved:?}");
     }
     dir
 }

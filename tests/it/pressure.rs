@@ -107,8 +107,9 @@ async fn many_requests_larger_together_than_both_pools_all_finish_right() {
 
 #[tokio::test]
 async fn requests_preempted_after_their_kv_arrived_still_get_the_right_text() {
+    // Answers long enough that several decode at once however slowly their prompts come in, and grow out of the pool.
     let asks: Vec<_> =
-        (0..10).map(|i| Ask::completion(prompts::ids(200 + i as usize * 10, i)).tokens(100)).collect();
+        (0..10).map(|i| Ask::completion(prompts::ids(200 + i as usize * 10, i)).tokens(400)).collect();
     let expected = right(&asks).await;
     let cluster =
         Deployment::split("socket").decode_flags("--num-kv-blocks 48 --max-num-seqs 8").start().await;
