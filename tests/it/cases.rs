@@ -106,9 +106,8 @@ async fn sch_08_memory_does_not_grow_with_requests() {
         resident.push([cluster.front().resident(), cluster.prefill().resident()]);
     }
     // The first batch fills the pool, the allocator's arenas and the caches.
-    for worker in 0..2 {
-        let (second, third) = (resident[1][worker], resident[2][worker]);
-        assert!(third <= second + second / 10, "worker {worker}: {second} bytes, then {third}");
+    for (worker, (second, third)) in ["front", "prefill"].iter().zip(resident[1].iter().zip(resident[2])) {
+        assert!(third <= second + second / 10, "{worker}: {second} bytes, then {third}");
     }
 }
 
