@@ -219,6 +219,11 @@ impl BlockPool {
         }
     }
 
+    /// How many block tables hold the block.
+    pub fn holders(&self, id: BlockId) -> u32 {
+        self.blocks[id.0 as usize].holders
+    }
+
     /// Recounts everything from the blocks themselves. Panics, naming what differs: for tests and `--check-invariants`.
     pub fn check(&self) {
         let mut recount = Account::default();
@@ -302,3 +307,7 @@ impl BlockPool {
         }
     }
 }
+
+#[cfg(test)]
+#[path = "pool_tests.rs"]
+mod tests;

@@ -249,8 +249,7 @@ impl Core {
         let request = self.request(id);
         request.state = State::Waiting;
         request.local_only = true;
-        // It has waited for a prefill worker already.
-        self.waiting.push_front(id);
+        self.enqueue(id);
     }
 
     /// Cuts a request loose from its ticket and its blocks. While the prefill worker may still write (`writing`), it is

@@ -156,11 +156,11 @@ pub struct Core {
     config: CoreConfig,
     pool: BlockPool,
     requests: HashMap<RequestId, Request>,
-    /// First come, first served; preempted requests come back at the front.
+    /// First come, first served: in order of arrival, preempted requests too.
     waiting: VecDeque<RequestId>,
     /// KV is here, all that lacks is a running slot.
     ready: VecDeque<RequestId>,
-    /// In order of admission.
+    /// In order of arrival.
     running: Vec<RequestId>,
     /// Tickets whose prefill worker asked and that get no blocks yet.
     ungranted: VecDeque<RequestId>,
@@ -292,7 +292,7 @@ impl Core {
         let id = request.id;
         self.requests.insert(id, request);
         if !self.try_remote(id, now) {
-            self.waiting.push_back(id);
+            self.enqueue(id);
         }
     }
 
@@ -402,8 +402,37 @@ impl Core {
                 "a waiting request holds blocks"
             );
         }
+        self.check_owners();
         for id in self.waiting.iter().chain(&self.ready).chain(&self.running).chain(&self.ungranted) {
             assert!(self.requests.contains_key(id), "{id:?} is listed but gone");
+        }
+    }
+
+    /// Every hold on a block is that of one place in one block table, or of the quarantine; requests share a block only as
+    /// the same full block of the same prefix.
+    fn check_owners(&self) {
+        type Content<'a> = (Option<&'a str>, &'a [TokenId]);
+        let mut owners: HashMap<BlockId, (u32, Content<'_>)> = HashMap::new();
+        for request in self.requests.values() {
+            for (index, &block) in request.block_table.iter().enumerate() {
+                let end = (index + 1) * self.config.block_size;
+                let prefix = &request.tokens[..end.min(request.tokens.len())];
+                let content = (request.cache_salt.as_deref(), prefix);
+                let owner = owners.entry(block).or_insert((0, content));
+                owner.0 += 1;
+                let shareable = owner.1 == content && prefix.len() == end;
+                assert!(owner.0 == 1 || shareable, "{block:?} is in two block tables with different content");
+            }
+        }
+        for block in self.quarantine.values().flat_map(|(_, blocks)| blocks) {
+            assert!(
+                owners.insert(*block, (1, (None, &[]))).is_none(),
+                "{block:?} is in use and in quarantine"
+            );
+        }
+        for block in (0..self.pool.capacity() as u32).map(BlockId) {
+            let owners = owners.get(&block).map_or(0, |(count, _)| *count);
+            assert_eq!(owners, self.pool.holders(block), "owners of {block:?} and its holders differ");
         }
     }
 }

@@ -72,7 +72,7 @@ impl Core {
         });
         self.requests.insert(id, request);
         self.pushes.insert((peer, ticket), id);
-        self.waiting.push_back(id);
+        self.enqueue(id);
     }
 
     /// The peer checked these against its own sizes; ours may be smaller.

@@ -1,6 +1,6 @@
 //! From checked requests to answers: submits one sequence per prompt and answer, then collects or streams them.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use axum::Json;
 use axum::response::{IntoResponse, Response};
@@ -52,7 +52,7 @@ fn submit(state: &AppState, serving: &Serving, job: &Job) -> Result<Vec<Choice>,
                 sampling: job.options.sampling_for(copy, ids.len(), job.default_max_tokens, max_len),
                 cache_salt: job.options.cache_salt.clone(),
                 arrival: job.arrival,
-                timeout: state.request_timeout,
+                timeout: job.options.timeout.unwrap_or(Duration::MAX).min(state.request_timeout),
             };
             let min_tokens = request.sampling.min_tokens;
             let text = serving.text.answer(&job.options.stop, min_tokens, job.options.skip_special_tokens)?;

@@ -4,7 +4,6 @@ use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
 
 use rand::Rng;
-use rand::rngs::StdRng;
 use transfer::PeerId;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
@@ -240,7 +239,7 @@ impl World {
     }
 
     /// One thing that can happen, if it can.
-    pub(super) fn happen(&mut self, rng: &mut StdRng, faults: bool) {
+    pub(super) fn happen(&mut self, rng: &mut impl Rng, faults: bool) {
         match rng.random_range(0..if faults { 100 } else { 94 }) {
             0..20 => drop(self.d.step()),
             20..40 => drop(self.p.step()),
