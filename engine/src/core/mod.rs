@@ -6,7 +6,12 @@
 mod admit;
 mod commit;
 mod decode_side;
+mod in_step;
+mod keep;
+mod lease;
 mod prefill_side;
+mod pull;
+mod quarantine;
 mod schedule;
 #[cfg(test)]
 mod tests;
@@ -16,13 +21,18 @@ use std::time::Duration;
 
 use transfer::{PeerId, Span};
 
-use crate::api::{Output, RequestError, SamplingParams, TokenId, Usage};
-use crate::event::PeerRole;
+use crate::api::{KvFault, Output, RequestError, SamplingParams, TokenId, Usage};
+use crate::event::{PeerRole, PrefillLink};
 use crate::handle::RequestId;
-use crate::handoff::{PeerMessage, TicketId, ToDecode, ToPrefill};
-use crate::pool::{Account, BlockId, BlockPool};
+use crate::handoff::{PeerMessage, TicketId, ToDecode, ToPrefill, Totals, WriteNote};
+use crate::pool::{Account, BlockPool};
 use crate::request::{NewRequest, Origin, Request, State};
 
+use self::keep::Kept;
+use self::lease::Pinned;
+use self::quarantine::Quarantined;
+
+pub use pull::{Fetch, ReadRange};
 pub use schedule::{Plan, PlanItem, SampleRow};
 
 /// What to do when a prefill worker fails a ticket.
@@ -41,6 +51,14 @@ pub struct CoreConfig {
     pub block_size: usize,
     pub num_blocks: usize,
     pub block_bytes: u64,
+    /// Layers of a block, each an equal share of its bytes.
+    pub num_layers: usize,
+    /// Layers whose KV is written together while the next ones compute; `num_layers`: a chunk's KV once it is computed.
+    pub push_layers: usize,
+    /// How long a ticket's blocks are kept for a decode worker that does not renew its lease.
+    pub lease: Duration,
+    /// Ask for a checksum of each block that comes from a prefill worker, and compare it.
+    pub kv_checksum: bool,
     pub max_model_len: usize,
     /// Tokens computed in one step at most.
     pub max_batched_tokens: usize,
@@ -52,6 +70,13 @@ pub struct CoreConfig {
     pub first_ticket: u64,
     /// Recount all blocks after each step.
     pub check_invariants: bool,
+}
+
+impl CoreConfig {
+    /// Bytes of one layer of a block.
+    pub fn layer_bytes(&self) -> u64 {
+        self.block_bytes / self.num_layers as u64
+    }
 }
 
 /// Something that happened outside.
@@ -69,9 +94,25 @@ pub enum Input {
         id: RequestId,
         result: Result<Written, String>,
     },
-    /// A notification on the data path.
-    Notified(Vec<u8>),
+    /// A notification on the data path. `intact`: the bytes it names have the checksums it brought, if it did.
+    Notified {
+        bytes: Vec<u8>,
+        intact: bool,
+    },
+    /// A read is over.
+    ReadSettled {
+        range: ReadRange,
+        result: Result<Written, ReadFault>,
+    },
     ResetPrefixCache,
+}
+
+/// Why bytes that were read cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ReadFault {
+    Failed(String),
+    /// They do not have their checksums.
+    Corrupt,
 }
 
 /// A client's request.
@@ -83,11 +124,15 @@ pub struct Submit {
     pub sampling: SamplingParams,
     pub cache_salt: Option<String>,
     pub seed: u64,
+    /// Keep the prompt's KV beyond the answer's end.
+    pub keep: bool,
+    /// Where the prompt's KV is to be had.
+    pub fetch: Option<Fetch>,
     pub arrival: Duration,
     pub deadline: Duration,
 }
 
-/// What one settled write cost.
+/// What one settled transfer cost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Written {
     pub post: Duration,
@@ -105,7 +150,25 @@ pub enum Effect {
         id: RequestId,
         peer: PeerId,
         spans: Vec<Span>,
-        note: Vec<u8>,
+        note: WriteNote,
+        /// The note is to bring checksums.
+        checksum: bool,
+    },
+    /// Read into our pool, and compare the checksums if there are any.
+    Read {
+        range: ReadRange,
+        peer: PeerId,
+        spans: Vec<Span>,
+        checksums: Vec<u64>,
+    },
+    /// Send [`ToDecode::Offer`], with checksums if they are wanted.
+    Offer {
+        peer: PeerId,
+        ticket: TicketId,
+        first_block: u32,
+        blocks: Vec<u32>,
+        last: bool,
+        checksum: bool,
     },
     /// The peer failed us on the data path: close its link.
     DropPeer(PeerId),
@@ -117,15 +180,44 @@ pub enum Effect {
         totals: crate::handoff::Totals,
         timing: crate::handoff::PrefillTiming,
     },
+    /// A ticket of ours brought no KV; the prompt is computed here if `recompute`, else its request has failed.
+    TicketFailed {
+        request_id: String,
+        fault: KvFault,
+        reason: String,
+        recompute: bool,
+    },
+}
+
+/// A message that finds nothing that waits for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stale {
+    /// It came before.
+    Duplicate,
+    /// What it is about was here, and is over.
+    Late,
+    /// Nothing of its name was here, as far as is remembered.
+    Unknown,
+}
+
+/// A linked prefill worker.
+#[derive(Debug)]
+struct PrefillPeer {
+    link: PrefillLink,
+    /// Tickets that it has from us.
+    load: usize,
 }
 
 /// What is left of a ticket once its KV is here.
 #[derive(Clone, Debug)]
 struct Settling {
+    id: RequestId,
     peer: PeerId,
     request_id: String,
     blocks: u32,
     exposed: Duration,
+    /// What we read, and the time that posting and the wire took, if we did.
+    read: Option<(Totals, Duration, Duration)>,
 }
 
 /// Events counted since the start.
@@ -146,8 +238,22 @@ pub struct Counters {
     pub tickets_failed: u64,
     /// Requests computed here because a prefill worker failed.
     pub recomputed: u64,
-    /// Messages and notifications about tickets that are not known (any more).
-    pub stale_messages: u64,
+    /// Prompts that no prefill worker takes, since they are too long for each.
+    pub prompts_too_long_for_prefill: u64,
+    /// Notifications and reads whose bytes did not have their checksums.
+    pub checksum_mismatches: u64,
+    /// (Prefill worker) prompts kept for a decode worker to claim.
+    pub prompts_kept: u64,
+    /// (Prefill worker) tickets and kept prompts that nobody asked for within their lease.
+    pub kv_expired: u64,
+    /// (Prefill worker) claims and last messages about what had expired or was over.
+    pub notified_after_expiry: u64,
+    /// Messages and notifications that came twice.
+    pub stale_duplicate: u64,
+    /// Those about tickets that are over.
+    pub stale_late: u64,
+    /// Those about tickets that never were, as far as is remembered.
+    pub stale_unknown: u64,
 }
 
 /// The engine's state.
@@ -164,8 +270,8 @@ pub struct Core {
     running: Vec<RequestId>,
     /// Tickets whose prefill worker asked and that get no blocks yet.
     ungranted: VecDeque<RequestId>,
-    /// Prefill workers and how many tickets each has from us.
-    prefill_peers: BTreeMap<PeerId, usize>,
+    /// Prefill workers that we are linked to.
+    prefill_peers: BTreeMap<PeerId, PrefillPeer>,
     /// Our tickets (decode side).
     tickets: HashMap<TicketId, RequestId>,
     /// Tickets that others opened here (prefill side).
@@ -173,7 +279,17 @@ pub struct Core {
     /// Tickets of ours whose KV is here and whose last message is still to come.
     settling: HashMap<TicketId, Settling>,
     /// Granted blocks whose request is over or computed here instead, until the writer is done.
-    quarantine: HashMap<TicketId, (PeerId, Vec<BlockId>)>,
+    quarantine: HashMap<TicketId, Quarantined>,
+    /// Computed prompts that wait to be claimed (prefill side), by name.
+    kept: HashMap<String, Kept>,
+    /// Blocks that a decode worker may still be reading (prefill side).
+    pinned: Vec<Pinned>,
+    /// The last tickets that ended here (prefill side).
+    ended_pushes: VecDeque<(PeerId, TicketId)>,
+    /// Renewals that are not answered: number and when they were sent.
+    renewals: HashMap<PeerId, VecDeque<(u64, Duration)>>,
+    next_renewal: u64,
+    last_renewal: Duration,
     next_ticket: u64,
     next_push: u64,
     effects: Vec<Effect>,
@@ -195,6 +311,12 @@ impl Core {
             pushes: HashMap::new(),
             settling: HashMap::new(),
             quarantine: HashMap::new(),
+            kept: HashMap::new(),
+            pinned: Vec::new(),
+            ended_pushes: VecDeque::new(),
+            renewals: HashMap::new(),
+            next_renewal: 0,
+            last_renewal: Duration::ZERO,
             next_ticket: config.first_ticket,
             next_push: 0,
             effects: Vec::new(),
@@ -209,14 +331,17 @@ impl Core {
         match input {
             Input::Submit(submit) => self.submit(submit, now),
             Input::Abort(id) => self.abort(id),
-            Input::PeerUp(peer, PeerRole::Prefill) => drop(self.prefill_peers.insert(peer, 0)),
+            Input::PeerUp(peer, PeerRole::Prefill(link)) => {
+                self.prefill_peers.insert(peer, PrefillPeer { link, load: 0 });
+            }
             Input::PeerUp(_, PeerRole::Decode) => {}
             Input::PeerDown(peer) => self.peer_down(peer),
             Input::PeerGone(peer) => self.peer_gone(peer),
             Input::FromDecode(peer, message) => self.decode_says(peer, message, now),
             Input::FromPrefill(peer, message) => self.prefill_says(peer, message, now),
             Input::Settled { id, result } => self.settled(id, result),
-            Input::Notified(bytes) => self.notified(&bytes, now),
+            Input::Notified { bytes, intact } => self.notified(&bytes, intact, now),
+            Input::ReadSettled { range, result } => self.read_settled(range, result, now),
             Input::ResetPrefixCache => self.pool.reset_cache(),
         }
     }
@@ -254,9 +379,18 @@ impl Core {
         self.pushes.len()
     }
 
-    /// True while a peer may write here or our writes are under way: the transfer thread should poll often.
+    /// True while a peer may write here or read from here: the transfer thread should poll often.
     pub fn expects_traffic(&self) -> bool {
-        !self.tickets.is_empty() || !self.quarantine.is_empty()
+        let offered = |id: &RequestId| {
+            let push = self.requests[id].push();
+            push.is_some_and(|push| push.direction == transfer::Direction::Read && push.pushed > 0)
+        };
+        !self.tickets.is_empty() || !self.quarantine.is_empty() || self.pushes.values().any(offered)
+    }
+
+    /// Prompts that wait to be claimed.
+    pub fn num_kept(&self) -> usize {
+        self.kept.len()
     }
 
     /// True if nothing of this peer's is left: its tickets here have ended.
@@ -266,7 +400,7 @@ impl Core {
 
     /// True if there is no request at all: nothing can happen before the next event.
     pub fn is_empty(&self) -> bool {
-        self.requests.is_empty()
+        self.requests.is_empty() && self.kept.is_empty() && self.pinned.is_empty()
     }
 
     /// Fails every request: the engine is about to end.
@@ -286,13 +420,24 @@ impl Core {
             sampling: submit.sampling,
             cache_salt: submit.cache_salt,
             seed: submit.seed,
+            keep: submit.keep,
             arrival: submit.arrival,
             deadline: submit.deadline,
         });
         let id = request.id;
         self.requests.insert(id, request);
-        if !self.try_remote(id, now) {
-            self.waiting.push_back(id);
+        match submit.fetch {
+            Some(fetch) => self.claim(id, fetch, now),
+            None if self.try_remote(id, now) => {}
+            None => self.waiting.push_back(id),
+        }
+    }
+
+    fn stale(&mut self, kind: Stale) {
+        match kind {
+            Stale::Duplicate => self.counters.stale_duplicate += 1,
+            Stale::Late => self.counters.stale_late += 1,
+            Stale::Unknown => self.counters.stale_unknown += 1,
         }
     }
 
@@ -375,7 +520,9 @@ impl Core {
             self.fail(id, RequestError::DeadlineExceeded(timeout));
         }
         self.expire_pushes(now);
+        self.expire_leases(now);
         self.expire_notifications(now);
+        self.renew(now);
     }
 
     fn request(&mut self, id: RequestId) -> &mut Request {
@@ -392,7 +539,7 @@ impl Core {
             return;
         }
         self.pool.check();
-        let quarantined: usize = self.quarantine.values().map(|(_, blocks)| blocks.len()).sum();
+        let quarantined: usize = self.quarantine.values().map(|left| left.blocks.len()).sum();
         assert_eq!(quarantined, self.account().quarantined, "quarantine and account differ");
         for request in self.requests.values() {
             let covered = request.block_table.len() * self.config.block_size;
