@@ -10,7 +10,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use crate::error::TransferError;
-use crate::transport::{Event, PeerId, Span, Transport, XferId};
+use crate::transport::{Direction, Event, PeerId, Span, Transport, XferId};
 
 /// Commands that wait for the thread. It takes them between two polls, so they are few; a caller that gets
 /// ahead waits.
@@ -30,7 +30,7 @@ const NAP: Duration = Duration::from_micros(30);
 /// What a driver reports, from its own thread.
 #[derive(Debug)]
 pub enum DriverEvent {
-    /// The write posted with `tag` is over: see [`Event::Settled`]. Also when it could not be posted.
+    /// The transfer posted with `tag` is over: see [`Event::Settled`]. Also when it could not be posted.
     Settled { tag: u64, peer: PeerId, result: Result<crate::XferStats, TransferError> },
     /// See [`Event::Notified`].
     Notified { payload: Vec<u8> },
@@ -44,7 +44,7 @@ pub type OnEvent = Box<dyn FnMut(DriverEvent) + Send>;
 enum Command {
     AddPeer { peer: PeerId, metadata: Vec<u8>, reply: SyncSender<Result<(), TransferError>> },
     RemovePeer(PeerId),
-    PostWrite { peer: PeerId, spans: Vec<Span>, notification: Vec<u8>, tag: u64 },
+    Post { direction: Direction, peer: PeerId, spans: Vec<Span>, notification: Vec<u8>, tag: u64 },
     ExpectTraffic(usize),
     Stop,
 }
@@ -119,8 +119,8 @@ impl Driver {
                 let _ = reply.send(self.transport.add_peer(peer, &metadata));
             }
             Command::RemovePeer(peer) => self.transport.remove_peer(peer),
-            Command::PostWrite { peer, spans, notification, tag } => {
-                match self.transport.post_write(peer, &spans, &notification) {
+            Command::Post { direction, peer, spans, notification, tag } => {
+                match self.transport.post(direction, peer, &spans, &notification) {
                     Ok(xfer) => drop(self.tags.insert(xfer, tag)),
                     Err(error) => (self.on_event)(DriverEvent::Settled { tag, peer, result: Err(error) }),
                 }
@@ -183,10 +183,32 @@ impl DriverHandle {
         notification: Vec<u8>,
         tag: u64,
     ) -> Result<(), TransferError> {
-        self.send(Command::PostWrite { peer, spans, notification, tag })
+        self.post(Direction::Write, peer, spans, notification, tag)
     }
 
-    /// How many inbound tickets are open: while there are any the thread polls often.
+    /// Starts a read; else as [`DriverHandle::post_write`]. The peer gets `notification` when all bytes are here.
+    pub fn post_read(
+        &self,
+        peer: PeerId,
+        spans: Vec<Span>,
+        notification: Vec<u8>,
+        tag: u64,
+    ) -> Result<(), TransferError> {
+        self.post(Direction::Read, peer, spans, notification, tag)
+    }
+
+    fn post(
+        &self,
+        direction: Direction,
+        peer: PeerId,
+        spans: Vec<Span>,
+        notification: Vec<u8>,
+        tag: u64,
+    ) -> Result<(), TransferError> {
+        self.send(Command::Post { direction, peer, spans, notification, tag })
+    }
+
+    /// How many tickets are open that peers write for or read for: while there are any the thread polls often.
     pub fn expect_traffic(&self, tickets: usize) -> Result<(), TransferError> {
         self.send(Command::ExpectTraffic(tickets))
     }

@@ -1,7 +1,7 @@
 //! The seam behind which transports are swapped.
 //!
-//! A transport moves bytes from this process's registered pool into a peer's, and tells both sides when
-//! they have arrived. It knows nothing of requests, blocks or layers. All calls come from one thread
+//! A transport moves bytes between this process's registered pool and a peer's, in either direction, and tells both
+//! sides when they have arrived. It knows nothing of requests, blocks or layers. All calls come from one thread
 //! ([`crate::driver`]), none of them blocks for longer than a connection attempt to a new peer.
 
 use std::any::Any;
@@ -10,6 +10,8 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
 
 use crate::error::TransferError;
 
@@ -21,7 +23,28 @@ pub struct PeerId(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct XferId(pub u64);
 
-/// One contiguous copy: `len` bytes at offset `local` of our pool to offset `remote` of the peer's pool.
+/// Which way bytes move, seen from the side that posts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Direction {
+    /// From our pool into the peer's (push).
+    #[default]
+    Write,
+    /// From the peer's pool into ours (pull).
+    Read,
+}
+
+impl Direction {
+    /// The metric label.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Write => "write",
+            Self::Read => "read",
+        }
+    }
+}
+
+/// One contiguous copy of `len` bytes between offset `local` of our pool and offset `remote` of the peer's pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
     pub local: u64,
@@ -32,21 +55,23 @@ pub struct Span {
 /// What one settled transfer cost.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct XferStats {
+    pub direction: Direction,
     pub bytes: u64,
     /// Descriptors handed to the transport (one a span).
     pub descriptors: u32,
-    /// From the call of `post_write` to its return.
+    /// From the call of `post` to its return.
     pub post: Duration,
-    /// From the call of `post_write` until the transport saw it settle.
+    /// From the call of `post` until the transport saw it settle.
     pub wire: Duration,
 }
 
 /// What a transport reports from [`Transport::poll`].
 #[derive(Debug)]
 pub enum Event {
-    /// Every byte of the transfer is in the peer's pool, or none may be relied on.
+    /// Every byte of the transfer is in its destination pool, or none may be relied on.
     Settled { xfer: XferId, peer: PeerId, result: Result<XferStats, TransferError> },
-    /// The peer's notification. One attached to a write arrives after all bytes of that write.
+    /// The peer's notification. One attached to a write arrives after all bytes of that write; one attached to a
+    /// read after all bytes have left our pool for the peer's.
     Notified { payload: Vec<u8> },
     /// Nothing more can be sent to the peer; its unsettled transfers were reported failed before this.
     PeerLost { peer: PeerId, error: TransferError },
@@ -66,16 +91,21 @@ pub trait Transport: Send {
 
     /// Forgets the peer. Its unsettled transfers are reported failed by `poll`, each as soon as nothing touches the
     /// pool for it any more: at once where it can be called back (`socket`, `inproc`), when it has ended where it
-    /// cannot (NIXL). Where the receiver runs code of ours, nothing more that the peer wrote lands in our pool
-    /// after this returns. Unknown peers are ignored.
+    /// cannot (NIXL). Where the peer's transfers run through code of ours (`socket`, `inproc`), nothing more that it
+    /// writes lands in our pool and it reads nothing more from it after this returns. Unknown peers are ignored.
     fn remove_peer(&mut self, peer: PeerId);
 
-    /// Starts writing `spans` into the peer's pool; `notification` reaches the peer after the last byte.
+    /// Starts moving `spans`; `notification` reaches the peer after the last byte is where it belongs: in the peer's
+    /// pool for a write, in ours for a read.
+    ///
+    /// A read is served by the peer's side: over lanes that emulate it (NIXL over TCP) it goes on only while the peer
+    /// polls.
     ///
     /// Errors: unknown (or lost) peer, empty `spans`, a span outside either pool, a notification over
     /// [`MAX_NOTIFICATION`]. Failures of the wire come as [`Event::Settled`].
-    fn post_write(
+    fn post(
         &mut self,
+        direction: Direction,
         peer: PeerId,
         spans: &[Span],
         notification: &[u8],

@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 
 use transfer::driver::Driver;
 use transfer::inproc::{Hub, InProcTransport};
-use transfer::{DriverEvent, DriverHandle, Event, PeerId, Region, Span, TransferError, Transport, XferId};
+use transfer::{
+    Direction, DriverEvent, DriverHandle, Event, PeerId, Region, Span, TransferError, Transport, XferId,
+};
 
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -18,6 +20,10 @@ fn pool(fill: u64) -> Region {
     unsafe { Region::new(base, 4096, words) }
 }
 
+fn spans_of(local: u64, remote: u64) -> Vec<Span> {
+    vec![Span { local, remote, len: 8 }]
+}
+
 fn spawn(transport: impl Transport + 'static) -> (DriverHandle, Receiver<DriverEvent>) {
     let (sender, events) = channel();
     (Driver::spawn(Box::new(transport), Box::new(move |event| drop(sender.send(event)))), events)
@@ -26,15 +32,15 @@ fn spawn(transport: impl Transport + 'static) -> (DriverHandle, Receiver<DriverE
 #[test]
 fn writes_are_reported_with_their_tag_and_reach_the_peer() {
     let hub = Hub::default();
-    let (from, to) = (pool(7), pool(0));
+    let (own, to) = (pool(7), pool(0));
     let (receiver, target) = (InProcTransport::new(&hub, to.clone()), PeerId(5));
     let metadata = receiver.metadata();
-    let (writer, written) = spawn(InProcTransport::new(&hub, from));
+    let (writer, written) = spawn(InProcTransport::new(&hub, own.clone()));
     let (receiver, received) = spawn(receiver);
 
     writer.add_peer(target, metadata).unwrap();
     receiver.expect_traffic(1).unwrap();
-    let spans = vec![Span { local: 0, remote: 8, len: 8 }];
+    let spans = spans_of(0, 8);
     writer.post_write(target, spans.clone(), b"hi".to_vec(), 77).unwrap();
     let event = written.recv_timeout(PATIENCE).unwrap();
     assert!(
@@ -45,6 +51,17 @@ fn writes_are_reported_with_their_tag_and_reach_the_peer() {
     let mut got = [0; 8];
     to.read(8, &mut got).unwrap();
     assert_eq!(u64::from_le_bytes(got), 7);
+
+    to.write(0, &9u64.to_le_bytes()).unwrap();
+    writer.post_read(target, spans_of(16, 0), b"read".to_vec(), 79).unwrap();
+    let event = written.recv_timeout(PATIENCE).unwrap();
+    assert!(
+        matches!(event, DriverEvent::Settled { tag: 79, result: Ok(s), .. } if s.direction == Direction::Read)
+    );
+    let event = received.recv_timeout(PATIENCE).unwrap();
+    assert!(matches!(event, DriverEvent::Notified { payload } if payload == b"read"));
+    own.read(16, &mut got).unwrap();
+    assert_eq!(u64::from_le_bytes(got), 9);
 
     writer.remove_peer(target).unwrap();
     writer.post_write(target, spans, Vec::new(), 78).unwrap();
@@ -92,7 +109,7 @@ impl Transport for Polled {
         Ok(())
     }
     fn remove_peer(&mut self, _: PeerId) {}
-    fn post_write(&mut self, _: PeerId, _: &[Span], _: &[u8]) -> Result<XferId, TransferError> {
+    fn post(&mut self, _: Direction, _: PeerId, _: &[Span], _: &[u8]) -> Result<XferId, TransferError> {
         Ok(XferId(1))
     }
     fn poll(&mut self, _: &mut Vec<Event>) -> Result<(), TransferError> {

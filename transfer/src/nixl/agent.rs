@@ -11,7 +11,7 @@ use super::library::Library;
 use super::status::{check, describe};
 use super::sys::*;
 use crate::error::TransferError;
-use crate::transport::{Region, Span};
+use crate::transport::{Direction, Region, Span};
 
 const BACKEND: &CStr = c"UCX";
 
@@ -182,9 +182,10 @@ impl Agent {
         unsafe { self.api().nixl_capi_invalidate_remote_md(self.raw, remote.name.as_ptr()) };
     }
 
-    /// Posts one WRITE of all spans (checked by the caller against both pools) with a notification after it.
-    pub fn write(
+    /// Posts one WRITE or READ of all spans (checked by the caller against both pools) with a notification after it.
+    pub fn post(
         &mut self,
+        direction: Direction,
         remote: &Remote,
         spans: &[Span],
         notification: &[u8],
@@ -195,10 +196,13 @@ impl Agent {
         let distant = DescriptorList::new(api, spans.iter().map(|s| (remote.base + s.remote, s.len)))?;
         let options = Options::new(api, self.backend, notification)?;
         let mut raw = null_mut();
+        let op = match direction {
+            Direction::Write => nixl_capi_xfer_op_t::NIXL_CAPI_XFER_OP_WRITE,
+            Direction::Read => nixl_capi_xfer_op_t::NIXL_CAPI_XFER_OP_READ,
+        };
         // SAFETY: agent, lists and options are live; the request copies the descriptors; the local ones lie in
         // the registered pool.
         check("create_xfer_req", unsafe {
-            let op = nixl_capi_xfer_op_t::NIXL_CAPI_XFER_OP_WRITE;
             api.nixl_capi_create_xfer_req(
                 self.raw,
                 op,

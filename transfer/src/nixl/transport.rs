@@ -12,7 +12,7 @@ use super::environment::{self, UcxLanes};
 use super::library::Library;
 use super::status::describe;
 use crate::error::TransferError;
-use crate::transport::{Event, PeerId, Region, Span, Transport, XferId, XferStats, check_spans};
+use crate::transport::{Direction, Event, PeerId, Region, Span, Transport, XferId, XferStats, check_spans};
 
 /// How long Drop lets running requests end. A live peer needs milliseconds, a dead one is noticed within 0.4 s.
 const DRAIN: Duration = Duration::from_secs(1);
@@ -191,7 +191,7 @@ impl Transport for NixlTransport {
         Ok(())
     }
 
-    /// Running requests cannot be called back safely (UCX does not cancel a write): they are reported aborted
+    /// Running requests cannot be called back safely (UCX does not cancel one that has begun): they are reported aborted
     /// when they have ended.
     fn remove_peer(&mut self, peer: PeerId) {
         let Some(slot) = self.current.remove(&peer) else { return };
@@ -201,8 +201,9 @@ impl Transport for NixlTransport {
         self.forget_if_drained(slot);
     }
 
-    fn post_write(
+    fn post(
         &mut self,
+        direction: Direction,
         peer: PeerId,
         spans: &[Span],
         notification: &[u8],
@@ -214,13 +215,14 @@ impl Transport for NixlTransport {
         }
         let bytes = check_spans(spans, notification, &self.pool, target.pool)?;
         let posted = Instant::now();
-        let outcome = self.agent.write(&target.remote, spans, notification);
+        let outcome = self.agent.post(direction, &target.remote, spans, notification);
         let id = XferId(self.number());
         let target = self.peers.get_mut(&slot).expect("looked up above");
         match outcome {
             Ok((request, progress)) => {
                 let post = posted.elapsed();
-                let stats = XferStats { bytes, descriptors: spans.len() as u32, post, wire: post };
+                let descriptors = spans.len() as u32;
+                let stats = XferStats { direction, bytes, descriptors, post, wire: post };
                 target.running += 1;
                 let flight = InFlight { id, peer: slot, request, stats, posted };
                 if progress == Progress::Running {
