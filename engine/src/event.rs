@@ -36,6 +36,8 @@ pub struct PrefillLink {
 pub enum Event {
     Submit(Submission),
     Abort(RequestId),
+    /// The text has ended, as its reader knows.
+    Finish(RequestId),
     /// A link stands and the transport knows the peer. Messages to it go into `outbox`, which is bounded by the
     /// protocol: a few messages a ticket.
     PeerUp {

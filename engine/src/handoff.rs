@@ -106,8 +106,6 @@ pub enum ToDecode {
         /// One a block (xxh3 of its bytes) if they were asked for, else none.
         checksums: Vec<u64>,
         last: bool,
-        /// How long the blocks stay pinned after the last renewal.
-        lease_ms: u64,
     },
     FirstToken {
         ticket: TicketId,

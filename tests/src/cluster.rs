@@ -83,8 +83,7 @@ impl Deployment {
             return Cluster { front, prefill: None, dir };
         }
         let prefill = self.start_prefill(dir.path()).await;
-        let link = format!("--role decode --prefill {}", prefill.client().url());
-        let front = Worker::start(dir.path(), self.launch("decode", &link, &self.decode)).await;
+        let front = self.start_decode(dir.path(), &format!("--prefill {}", prefill.client().url())).await;
         Cluster { front, prefill: Some(prefill), dir }
     }
 
@@ -93,6 +92,11 @@ impl Deployment {
         let prefill = Worker::start(dir, self.launch("prefill", "--role prefill", &self.prefill)).await;
         prefill.health_is("ready").await;
         prefill
+    }
+
+    /// Starts a decode worker alone, with further flags, and waits until it listens.
+    pub async fn start_decode(&self, dir: &Path, flags: &str) -> Worker {
+        Worker::start(dir, self.launch("decode", &format!("--role decode {flags}"), &self.decode)).await
     }
 
     /// How one of the processes is started.

@@ -24,6 +24,7 @@
 
 pub mod driver;
 pub mod error;
+pub mod faulty;
 pub mod inproc;
 pub mod nixl;
 pub mod plan;

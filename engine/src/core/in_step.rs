@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use transfer::PeerId;
+
 use super::{Core, Input, Plan};
 use crate::handle::RequestId;
 use crate::handoff::{TicketId, ToPrefill};
@@ -25,26 +27,29 @@ impl Core {
     pub fn may_apply_in_step(&self, input: &Input) -> bool {
         match input {
             Input::Submit(_) | Input::FromPrefill(..) | Input::Notified { .. } | Input::ReadSettled { .. } => true,
-            Input::FromDecode(peer, message) => {
-                let running = |ticket: &TicketId| {
-                    self.pushes.get(&(*peer, *ticket)).is_some_and(|id| self.is_running(*id))
-                };
-                match message {
-                    ToPrefill::Open { .. } | ToPrefill::Claim { .. } | ToPrefill::Renew { .. } => true,
-                    ToPrefill::Grant { ticket, first_block, blocks } => {
-                        let fits = self.grant_fits(*peer, *ticket, *first_block as usize, blocks.len());
-                        fits || !running(ticket)
-                    }
-                    ToPrefill::Done { ticket, .. } | ToPrefill::Abort { ticket } => !running(ticket),
-                }
-            }
+            Input::FromDecode(peer, message) => self.may_say_in_step(*peer, message),
             Input::Settled { id, result } => result.is_ok() || !self.is_running(*id),
-            Input::Abort(id) => !self.is_running(*id),
+            Input::Abort(id) | Input::Finish(id) => !self.is_running(*id),
             Input::PeerUp(..) | Input::PeerDown(_) | Input::PeerGone(_) | Input::ResetPrefixCache => false,
         }
     }
 
-    fn is_running(&self, id: RequestId) -> bool {
+    /// [`Core::may_apply_in_step`] for a message from a decode worker.
+    pub fn may_say_in_step(&self, peer: PeerId, message: &ToPrefill) -> bool {
+        let running =
+            |ticket: TicketId| self.pushes.get(&(peer, ticket)).is_some_and(|id| self.is_running(*id));
+        match message {
+            ToPrefill::Open { .. } | ToPrefill::Claim { .. } | ToPrefill::Renew { .. } => true,
+            ToPrefill::Grant { ticket, first_block, blocks } => {
+                let fits = self.grant_fits(peer, *ticket, *first_block as usize, blocks.len());
+                fits || !running(*ticket)
+            }
+            ToPrefill::Done { ticket, .. } | ToPrefill::Abort { ticket } => !running(*ticket),
+        }
+    }
+
+    /// Whether the plan of a step may have tokens of the request.
+    pub fn is_running(&self, id: RequestId) -> bool {
         self.requests.get(&id).is_some_and(|request| request.state == State::Running)
     }
 }

@@ -7,7 +7,7 @@ use transfer::{Direction, PeerId, Span, coalesce};
 use super::{Core, Effect, Stale, Written};
 use crate::api::TokenId;
 use crate::handle::RequestId;
-use crate::handoff::{PeerMessage, PrefillTiming, TicketId, ToDecode, ToPrefill, Totals, WriteNote};
+use crate::handoff::{PeerMessage, PrefillTiming, TicketId, ToDecode, ToPrefill, WriteNote};
 use crate::request::{NewRequest, Origin, Request, State};
 use crate::sampler::Sampled;
 use crate::ticket::{Ending, Grant, Push};

@@ -13,8 +13,9 @@ use crate::ticket::{Offered, Source};
 /// KV that a prefill worker keeps, as the client named it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fetch {
-    /// The link to the worker that keeps it.
-    pub peer: PeerId,
+    /// The link to the worker that keeps it; `None` if there is none, which is for the engine to deal with as with a link
+    /// that is lost.
+    pub peer: Option<PeerId>,
     /// Under which name.
     pub kept: String,
     /// Prompt tokens that worker found in its cache: for the usage.
@@ -32,11 +33,11 @@ pub struct ReadRange {
 impl Core {
     /// Asks the prefill worker that keeps a new request's KV for it.
     pub(super) fn claim(&mut self, id: RequestId, fetch: Fetch, now: Duration) {
-        if !self.prefill_peers.contains_key(&fetch.peer) {
-            let reason = "the link to the worker that keeps the KV was lost";
+        let Some(peer) = fetch.peer.filter(|peer| self.prefill_peers.contains_key(peer)) else {
+            let reason = "there is no link to the worker that keeps the KV";
             return self.remote_failed(id, KvFault::LinkLost, reason, true);
-        }
-        let ticket = self.open_ticket(id, fetch.peer, Source::Kept, now);
+        };
+        let ticket = self.open_ticket(id, peer, Source::Kept, now);
         let checksum = self.config.kv_checksum;
         let request = self.request(id);
         request.cached_elsewhere = fetch.cached_tokens.min(request.prompt_len);
@@ -51,7 +52,7 @@ impl Core {
         };
         let offered = request.prompt_len as u64;
         self.counters.prompt_tokens_offered += offered;
-        self.effects.push(Effect::Send(fetch.peer, PeerMessage::ToPrefill(claim)));
+        self.effects.push(Effect::Send(peer, PeerMessage::ToPrefill(claim)));
     }
 
     /// A prefill worker says which of its blocks hold the next part of the prompt.

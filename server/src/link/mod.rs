@@ -9,6 +9,7 @@
 //! one only after everything of the earlier links of that decode worker has ended, and a new incarnation is a new process.
 
 pub mod client;
+pub mod demand;
 pub mod frame;
 pub mod peers;
 pub mod server;
@@ -18,16 +19,17 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use engine::EngineHandle;
-use transfer::{DriverHandle, Hello, PeerId, TransferError};
+use transfer::{Direction, DriverHandle, PeerId, TransferError};
+
+use self::frame::Greeting;
+use crate::args::KvDirection;
 
 /// The path of the link on a prefill worker's port.
 pub const PATH: &str = "/kv/v1/link";
 
-/// How often the decode worker pings.
-pub(crate) const PING: Duration = Duration::from_secs(1);
-
-/// A peer that says nothing for this long is lost. Five pings, so that one slow second on a busy machine is no loss.
-pub(crate) const SILENCE: Duration = Duration::from_secs(5);
+/// Pings of the decode worker in the time after which a silent peer is lost, so that one slow moment on a busy machine is
+/// no loss.
+pub(crate) const PINGS: u32 = 5;
 
 /// How long either side waits for the other's part of the handshake.
 pub(crate) const HANDSHAKE: Duration = Duration::from_secs(10);
@@ -37,19 +39,47 @@ pub(crate) fn misfit(field: &str, prefill: &str, decode: &str) -> String {
     format!("{field} differs: the prefill worker has {prefill}, the decode worker has {decode}")
 }
 
+/// An incarnation as it is written in `kv_transfer_params`.
+pub(crate) fn engine_id(incarnation: u64) -> String {
+    format!("{incarnation:016x}")
+}
+
 /// What both ends of a link need.
 #[derive(Clone)]
 pub struct LinkContext {
     pub engine: EngineHandle,
     pub driver: DriverHandle,
     /// What this process says of itself.
-    pub hello: Arc<Hello>,
+    pub greeting: Arc<Greeting>,
+    /// A peer that says nothing for this long is lost.
+    pub silence: Duration,
+    pub direction: KvDirection,
     next_peer: Arc<AtomicU64>,
 }
 
 impl LinkContext {
-    pub fn new(engine: EngineHandle, driver: DriverHandle, hello: Hello) -> Self {
-        Self { engine, driver, hello: Arc::new(hello), next_peer: Arc::new(AtomicU64::new(1)) }
+    pub fn new(
+        engine: EngineHandle,
+        driver: DriverHandle,
+        greeting: Greeting,
+        silence: Duration,
+        direction: KvDirection,
+    ) -> Self {
+        let next_peer = Arc::new(AtomicU64::new(1));
+        Self { engine, driver, greeting: Arc::new(greeting), silence, direction, next_peer }
+    }
+
+    /// Names this process to those that hold a reference to its KV.
+    pub fn engine_id(&self) -> String {
+        engine_id(self.greeting.hello.incarnation)
+    }
+
+    /// Who moves the KV of prompts that a linked prefill worker computes.
+    pub(crate) fn direction(&self) -> Direction {
+        match self.direction {
+            KvDirection::Push | KvDirection::Auto => Direction::Write,
+            KvDirection::Pull => Direction::Read,
+        }
     }
 
     /// A number for a peer behind a new link.

@@ -25,7 +25,7 @@ fn end(submission: &Submission, first_token_ms: u64) {
         transfer: Some(Totals { writes: 1, blocks: 2, bytes: 3, descriptors: 4 }),
         ..Timeline::default()
     };
-    submission.outputs.send(Output::Finished { reason, stop_token, usage, timeline }).unwrap();
+    submission.outputs.send(Output::Finished { reason, stop_token, usage, timeline, kept: None }).unwrap();
 }
 
 fn check(timeline: &Value, first_token_ms: f64) {
