@@ -11,6 +11,7 @@ mod misfits;
 mod one_core;
 mod openai_client;
 mod oracle;
+mod pd_cases;
 mod pressure;
 mod proxy;
 mod same_text;

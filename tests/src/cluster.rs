@@ -19,7 +19,7 @@ pub struct Deployment {
     prefill: Vec<String>,
     decode: Vec<String>,
     transport: Option<String>,
-    core: Option<usize>,
+    cores: Vec<usize>,
     away: Option<PathBuf>,
 }
 
@@ -29,7 +29,7 @@ impl Deployment {
         let common = ["--model", "demo", "--threads", "1", "--check-invariants", "--port", "0"];
         let both = common.map(str::to_owned).to_vec();
         let (prefill, decode) = (vec![], vec![]);
-        let deployment = Self { both, prefill, decode, transport: None, core: None, away: None };
+        let deployment = Self { both, prefill, decode, transport: None, cores: vec![], away: None };
         deployment.flags("--dtype f32 --kv-cache-dtype f32 --num-kv-blocks 256")
     }
 
@@ -56,9 +56,9 @@ impl Deployment {
         self
     }
 
-    /// All processes share this core.
-    pub fn on_core(mut self, core: usize) -> Self {
-        self.core = Some(core);
+    /// All processes share these cores.
+    pub fn on_cores(mut self, cores: &[usize]) -> Self {
+        self.cores = cores.to_vec();
         self
     }
 
@@ -107,7 +107,7 @@ impl Deployment {
             merge(&mut args, &format!("--kv-transport {transport}"));
         }
         merge(&mut args, &more.join(" "));
-        Launch { name: name.to_owned(), args, core: self.core, away: self.away.clone() }
+        Launch { name: name.to_owned(), args, cores: self.cores.clone(), away: self.away.clone() }
     }
 }
 
