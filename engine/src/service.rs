@@ -21,7 +21,7 @@ use crate::api::{Output, RequestError};
 use crate::core::{Core, CoreConfig, Input, Plan, Submit};
 use crate::event::Event;
 use crate::handle::{EngineHandle, EngineInfo, RequestId, Submission};
-use crate::handoff::PeerMessage;
+use crate::handoff::{PeerMessage, ToDecode};
 use crate::metrics::Metrics;
 use crate::runner::Runner;
 use crate::sampler::Sampled;
@@ -95,6 +95,7 @@ pub fn spawn(parts: Parts, events: Sender<Event>, queue: Receiver<Event>) -> Eng
         idle_waiters: Vec::new(),
         started: Instant::now(),
         expected_traffic: false,
+        nudge: false,
         stopping: false,
     };
     let thread = std::thread::Builder::new().name("engine".into()).spawn(move || service.run(&queue));
@@ -131,6 +132,8 @@ struct Service {
     idle_waiters: Vec<(PeerId, oneshot::Sender<()>)>,
     started: Instant,
     expected_traffic: bool,
+    /// A first token came: the rest of its KV is about to.
+    nudge: bool,
     stopping: bool,
 }
 
@@ -231,7 +234,10 @@ impl Service {
         let now = self.started.elapsed();
         let input = match event {
             Event::Submit(submission) => return self.submit(submission, now),
-            Event::Message { peer, message } => message_input(peer, message),
+            Event::Message { peer, message } => {
+                self.nudge |= matches!(message, PeerMessage::ToDecode(ToDecode::FirstToken { .. }));
+                message_input(peer, message)
+            }
             Event::Abort(id) => {
                 if let Some(stream) = self.streams.remove(&id) {
                     tracing::debug!(request_id = stream.request_id, "the client left");

@@ -5,7 +5,9 @@ use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 use crate::error::TransferError;
+use crate::lane::Lane;
 use crate::transport::{Direction, Event, PeerId, Span, Transport, XferId};
+use crate::ucx::Setting;
 
 /// What goes wrong, and how often. Written as `delay-ms=100,lose-note=3,mix-up=5`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -125,6 +127,14 @@ impl Transport for Faulty {
         let notification = notification.to_vec();
         self.held.push_back(Held { xfer, due, direction, peer, spans, notification });
         Ok(xfer)
+    }
+
+    fn lane(&mut self, direction: Direction) -> Option<Lane> {
+        self.inner.lane(direction)
+    }
+
+    fn settings(&self) -> Vec<Setting> {
+        self.inner.settings()
     }
 
     fn poll(&mut self, events: &mut Vec<Event>) -> Result<(), TransferError> {

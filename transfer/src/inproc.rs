@@ -5,7 +5,19 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Instant;
 
 use crate::error::TransferError;
+use crate::registry::Backend;
 use crate::transport::{Direction, Event, PeerId, Region, Span, Transport, XferId, XferStats, check_spans};
+
+/// For tests.
+pub const BACKEND: Backend = Backend {
+    name: "inproc",
+    what: "between pools of one process, for tests",
+    family: "inproc",
+    lanes: None,
+    device_memory: false,
+    unusable: |_, _| None,
+    open: |_, _, pool| Ok(Box::new(InProcTransport::new(Hub::of_process(), pool))),
+};
 
 /// Where the transports of one process find one another.
 #[derive(Clone, Default)]

@@ -14,6 +14,8 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::error::TransferError;
+use crate::lane::Lane;
+use crate::ucx::Setting;
 
 /// A peer process, numbered by the caller; a peer that restarts gets a new number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -59,6 +61,8 @@ pub struct XferStats {
     pub bytes: u64,
     /// Descriptors handed to the transport (one a span).
     pub descriptors: u32,
+    /// Waiting for the thread that owns the transport; filled in by [`crate::driver`].
+    pub queue: Duration,
     /// From the call of `post` to its return.
     pub post: Duration,
     /// From the call of `post` until the transport saw it settle.
@@ -79,7 +83,7 @@ pub enum Event {
 
 /// A way to move KV bytes between processes.
 pub trait Transport: Send {
-    /// The name asked for in `KV_TRANSPORT`: `tcp`, `shm`, `socket`, `inproc`.
+    /// The name that `KV_TRANSPORT` has for it: one of [`crate::registry::names`], never `auto`.
     fn name(&self) -> &'static str;
 
     /// What the peer needs to reach our pool: opaque bytes, carried by the control link's handshake.
@@ -113,6 +117,16 @@ pub trait Transport: Send {
 
     /// Makes progress on both sides' transfers and appends what happened. Never blocks.
     fn poll(&mut self, events: &mut Vec<Event>) -> Result<(), TransferError>;
+
+    /// What really carries transfers of this direction to the peers; `None` where nothing tells, or none was made yet.
+    fn lane(&mut self, _direction: Direction) -> Option<Lane> {
+        None
+    }
+
+    /// The settings of the library below that this transport was opened with.
+    fn settings(&self) -> Vec<Setting> {
+        Vec::new()
+    }
 }
 
 /// Bytes that a notification may have. The longest of ours is a few hundred.
@@ -140,6 +154,15 @@ pub(crate) fn check_spans(
     Ok(spans.iter().map(|s| s.len).sum())
 }
 
+/// Where the bytes of a pool lie.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Memory {
+    #[default]
+    Host,
+    /// Memory of the CUDA device with this number; addresses are the device's.
+    Cuda(u32),
+}
+
 /// The KV pool as a transport sees it: a range of bytes that outlives the transport.
 ///
 /// Who may touch which bytes when is settled by tickets (engine): a block named in a ticket is written by the
@@ -148,6 +171,7 @@ pub(crate) fn check_spans(
 pub struct Region {
     base: NonNull<u8>,
     len: usize,
+    memory: Memory,
     _owner: Arc<dyn Any + Send + Sync>,
 }
 
@@ -162,7 +186,16 @@ impl Region {
     /// `base..base + len` must be readable and writable for as long as `owner` lives, and the caller must see to it
     /// that bytes being transferred are not accessed elsewhere at the same time.
     pub unsafe fn new(base: NonNull<u8>, len: usize, owner: Arc<dyn Any + Send + Sync>) -> Self {
-        Self { base, len, _owner: owner }
+        Self { base, len, memory: Memory::Host, _owner: owner }
+    }
+
+    /// The same range of bytes, said to lie in `memory`.
+    pub fn in_memory(self, memory: Memory) -> Self {
+        Self { memory, ..self }
+    }
+
+    pub fn memory(&self) -> Memory {
+        self.memory
     }
 
     pub fn len(&self) -> usize {
@@ -180,8 +213,8 @@ impl Region {
 
     /// Copies `out.len()` bytes at `offset` out of the pool.
     pub fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), TransferError> {
-        let range = self.checked(offset, out.len() as u64)?;
-        // SAFETY: `checked` proved the range inside the region, which `_owner` keeps alive.
+        let range = self.on_host(offset, out.len() as u64)?;
+        // SAFETY: `on_host` proved the range inside the region, in host memory, which `_owner` keeps alive.
         unsafe {
             std::ptr::copy_nonoverlapping(self.base.as_ptr().add(range.start), out.as_mut_ptr(), out.len())
         };
@@ -190,12 +223,20 @@ impl Region {
 
     /// Copies `bytes` into the pool at `offset`.
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), TransferError> {
-        let range = self.checked(offset, bytes.len() as u64)?;
-        // SAFETY: `checked` proved the range inside the region, which `_owner` keeps alive.
+        let range = self.on_host(offset, bytes.len() as u64)?;
+        // SAFETY: `on_host` proved the range inside the region, in host memory, which `_owner` keeps alive.
         unsafe {
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.base.as_ptr().add(range.start), bytes.len())
         };
         Ok(())
+    }
+
+    /// As [`Region::checked`]; the processor cannot copy a device's memory.
+    fn on_host(&self, offset: u64, len: u64) -> Result<Range<usize>, TransferError> {
+        match self.memory {
+            Memory::Host => self.checked(offset, len),
+            Memory::Cuda(device) => Err(TransferError::DeviceMemory { device }),
+        }
     }
 
     /// The range as indices, if it lies inside the region.

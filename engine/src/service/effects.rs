@@ -20,6 +20,12 @@ impl Service {
             let _ = reply.send(());
         }
         let expected = self.core.expects_traffic();
+        if std::mem::take(&mut self.nudge)
+            && let Some(driver) = &self.driver
+        {
+            // A thread that is gone is reported below.
+            let _ = driver.expect_traffic(usize::from(expected));
+        }
         if expected != self.expected_traffic
             && let Some(driver) = &self.driver
         {

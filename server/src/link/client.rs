@@ -150,8 +150,9 @@ pub(super) async fn run(
     on_up: impl FnOnce(),
 ) -> String {
     let (outbox, mut messages) = unbounded_channel();
+    let probed = if on_demand { None } else { context.probe(peer).await };
     let role = PeerRole::Prefill(PrefillLink {
-        direction: context.direction(),
+        direction: context.direction(probed.as_ref()),
         max_prompt: theirs.max_prompt_tokens as usize,
         lease: Duration::from_millis(theirs.lease_ms),
         on_demand,

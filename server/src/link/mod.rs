@@ -19,6 +19,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use engine::EngineHandle;
+use transfer::probe::ProbeReport;
 use transfer::{Direction, DriverHandle, PeerId, TransferError};
 
 use self::frame::Greeting;
@@ -30,6 +31,9 @@ pub const PATH: &str = "/kv/v1/link";
 /// Pings of the decode worker in the time after which a silent peer is lost, so that one slow moment on a busy machine is
 /// no loss.
 pub(crate) const PINGS: u32 = 5;
+
+/// Reads must be so much faster than writes for `auto` to pull: pushed KV overlaps with its computation layer by layer.
+const CLEARLY_FASTER: f64 = 1.5;
 
 /// How long either side waits for the other's part of the handshake.
 pub(crate) const HANDSHAKE: Duration = Duration::from_secs(10);
@@ -75,10 +79,31 @@ impl LinkContext {
     }
 
     /// Who moves the KV of prompts that a linked prefill worker computes.
-    pub(crate) fn direction(&self) -> Direction {
-        match self.direction {
-            KvDirection::Push | KvDirection::Auto => Direction::Write,
-            KvDirection::Pull => Direction::Read,
+    pub(crate) fn direction(&self, probed: Option<&ProbeReport>) -> Direction {
+        let rate = |direction| probed.and_then(|report| report.gb_per_s(direction)).unwrap_or(0.0);
+        let reads_faster = rate(Direction::Read) > rate(Direction::Write) * CLEARLY_FASTER;
+        match (self.direction, reads_faster) {
+            (KvDirection::Push, _) | (KvDirection::Auto, false) => Direction::Write,
+            (KvDirection::Pull, _) | (KvDirection::Auto, true) => Direction::Read,
+        }
+    }
+
+    /// Measures the way to a peer that knows us. `None`, and a warning, if that fails: KV may move all the same.
+    pub(crate) async fn probe(&self, peer: PeerId) -> Option<ProbeReport> {
+        let driver = self.driver.clone();
+        let probing = tokio::task::spawn_blocking(move || driver.probe(peer));
+        match probing.await.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic())) {
+            Ok(report) => {
+                tracing::info!(?peer, %report, "KV transport probed");
+                for complaint in report.complaints(self.driver.transport().name) {
+                    tracing::warn!(?peer, complaint, "the KV transport does not do what was asked");
+                }
+                Some(report)
+            }
+            Err(error) => {
+                tracing::warn!(?peer, %error, "the KV transport could not be probed");
+                None
+            }
         }
     }
 

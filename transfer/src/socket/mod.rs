@@ -22,6 +22,8 @@ use serde::{Deserialize, Serialize};
 use socket2::{SockRef, TcpKeepalive};
 
 use crate::error::TransferError;
+use crate::lane::Lane;
+use crate::registry::Backend;
 use crate::transport::{Direction, Event, PeerId, Region, Span, Transport, XferId, XferStats, check_spans};
 use frame::{Greeting, Token};
 use inbound::Inbound;
@@ -35,6 +37,23 @@ const QUEUE: usize = 4096;
 
 /// A host that vanished without a word is given up after this long.
 const SILENCE: Duration = Duration::from_secs(10);
+
+/// Plain TCP, as the registry lists it.
+pub const BACKEND: Backend = Backend {
+    name: "socket",
+    what: "plain TCP, no library needed",
+    family: "socket",
+    lanes: None,
+    device_memory: false,
+    unusable: |_, _| None,
+    open: |_, config, pool| {
+        let socket = SocketConfig {
+            bind_host: config.bind_host.clone(),
+            advertise_host: config.advertise_host.clone(),
+        };
+        Ok(Box::new(SocketTransport::new(&socket, pool)?))
+    },
+};
 
 /// What [`SocketTransport::new`] needs to know.
 #[derive(Clone, Debug)]
@@ -168,7 +187,7 @@ fn advertised(config: &SocketConfig, bound: IpAddr) -> Result<String, String> {
     let bare = host.trim_matches(['[', ']']);
     match bare.parse::<IpAddr>() {
         Ok(address) if address.is_unspecified() => {
-            Err(format!("peers cannot connect to {host}: give a host to advertise (--advertise-host)"))
+            Err(format!("peers cannot connect to {host}: give a host to advertise (--kv-advertise-host)"))
         }
         _ => Ok(bare.to_owned()),
     }
@@ -227,7 +246,7 @@ impl Transport for SocketTransport {
         let descriptors = spans.len() as u32;
         target.outbound.push(Job { xfer: id.0, direction, spans, notification });
         let post = posted.elapsed();
-        let stats = XferStats { direction, bytes, descriptors, post, wire: post };
+        let stats = XferStats { direction, bytes, descriptors, post, wire: post, ..Default::default() };
         flights.push(InFlight { id, stats, posted });
         Ok(id)
     }
@@ -245,6 +264,10 @@ impl Transport for SocketTransport {
         }
         self.closed.retain(|outbound| !outbound.is_finished());
         Ok(())
+    }
+
+    fn lane(&mut self, _: Direction) -> Option<Lane> {
+        Some(Lane { carrier: "tcp/socket".into(), how: "copy-in, copy-out".into() })
     }
 }
 

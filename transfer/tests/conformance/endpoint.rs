@@ -5,7 +5,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
-use transfer::{Direction, Event, PeerId, Region, Span, Transport, TransportConfig, open};
+use transfer::{Direction, Event, Lane, PeerId, Region, Span, Transport, TransportConfig, open};
 
 use crate::pool;
 
@@ -30,6 +30,9 @@ pub enum Command {
         seed: u64,
     },
     Checksum,
+    Lane {
+        direction: Direction,
+    },
     /// Answers with the next event.
     Event,
     /// Stands still until the next `Resume`: what SIGSTOP is to a process.
@@ -43,6 +46,7 @@ pub enum Answer {
     Error(String),
     Metadata(String),
     Checksum(u64),
+    Lane(Option<Lane>),
     Posted {
         xfer: u64,
     },
@@ -143,6 +147,7 @@ impl Endpoint {
                 Answer::Ok
             }
             Command::Checksum => Answer::Checksum(pool::checksum(&self.pool)),
+            Command::Lane { direction } => Answer::Lane(self.transport.lane(direction)),
             Command::Event => self.event(),
             Command::Pause | Command::Resume => Answer::Ok,
         }

@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 use std::time::Duration;
 
-use transfer::{Direction, Span};
+use transfer::{Direction, Lane, Span};
 
 use crate::endpoint::{Answer, Command, serve};
 
@@ -160,6 +160,13 @@ impl Host {
         match self.ask(&Command::Checksum) {
             Answer::Checksum(sum) => sum,
             other => panic!("{other:?} is no checksum"),
+        }
+    }
+
+    pub fn lane(&mut self, direction: Direction) -> Option<Lane> {
+        match self.ask(&Command::Lane { direction }) {
+            Answer::Lane(lane) => lane,
+            other => panic!("{other:?} is no lane"),
         }
     }
 

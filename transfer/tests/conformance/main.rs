@@ -99,6 +99,19 @@ fn reads_and_writes_of_one_pair_at_once(transport: &str) {
     assert_eq!((caller.checksum(), peer.checksum()), (ours.checksum(), theirs.checksum()));
 }
 
+fn the_lane_that_carried_the_bytes_is_known(transport: &str) {
+    let (mut caller, _peer) = pair(transport);
+    for direction in [Direction::Write, Direction::Read] {
+        let xfer = caller.transfer(direction, 1, "x", &spans(4, true)).xfer();
+        assert_eq!(caller.event().settled(), xfer);
+        let lane = caller.lane(direction);
+        let Some(expected) = transfer::registry::lanes(transport) else { continue };
+        let lane = lane.expect("UCX says what it uses");
+        assert!(lane.transports().all(|name| expected.carried_by(name)), "{lane:?} for {transport}");
+        assert_eq!(lane.emulated(), transport.ends_with("tcp") && direction == Direction::Read, "{lane:?}");
+    }
+}
+
 fn many_transfers_at_once_all_settle_and_notify(transport: &str) {
     let (mut writer, mut receiver) = pair(transport);
     let mut mirror = Mirror::new(2);
@@ -262,6 +275,7 @@ macro_rules! conformance {
                 writes_of_any_shape_arrive_before_their_notification
                 reads_of_any_shape_are_complete_when_they_settle
                 reads_and_writes_of_one_pair_at_once
+                the_lane_that_carried_the_bytes_is_known
                 many_transfers_at_once_all_settle_and_notify
                 wrong_requests_are_refused_and_change_nothing
                 two_peers_and_both_directions_at_once
