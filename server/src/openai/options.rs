@@ -73,6 +73,13 @@ impl Options {
         })
     }
 
+    /// The answer is one token, whatever was asked for, and ends with it.
+    pub fn only_first_token(&mut self) {
+        self.max_tokens = Some(1);
+        self.sampling.min_tokens = 0;
+        self.stop.clear();
+    }
+
     /// Whether each token's log-probability was asked for.
     pub fn with_logprobs(&self) -> bool {
         self.sampling.logprobs.is_some()
