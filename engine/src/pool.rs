@@ -223,7 +223,9 @@ impl BlockPool {
     /// All that can be found, as chains.
     pub fn chains(&self) -> KvChains {
         let content = |id: &BlockId| self.blocks[id.0 as usize].content.as_ref();
-        kv_events::chains(self.names.values().filter_map(content).map(|content| (content.hash, content.parent)))
+        kv_events::chains(
+            self.names.values().filter_map(content).map(|content| (content.hash, content.parent)),
+        )
     }
 
     /// What the block is held for; `None` if nobody holds it.

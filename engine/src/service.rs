@@ -92,7 +92,7 @@ pub fn spawn(parts: Parts, events: Sender<Event>, queue: Receiver<Event>) -> Eng
         runner: Some(parts.runner),
         pool: parts.pool,
         driver: parts.driver,
-            kv_events: parts.kv_events,
+        kv_events: parts.kv_events,
         posted: HashMap::new(),
         next_tag: 0,
         deferred: VecDeque::new(),
@@ -219,7 +219,11 @@ impl Service {
 
     /// Runs a step. As its layers finish their KV is posted, and events that touch nothing of the step are handled: a grant
     /// that comes a moment late, or another request's first token, does not wait for the step's end.
-    fn compute(&mut self, plan: &Plan, queue: &Receiver<Event>) -> Result<Vec<Result<Sampled, String>>, String> {
+    fn compute(
+        &mut self,
+        plan: &Plan,
+        queue: &Receiver<Event>,
+    ) -> Result<Vec<Result<Sampled, String>>, String> {
         let mut runner = self.runner.take().expect("put back after each step. This is a bug.");
         let outcome = runner.run(plan, &mut |layers| {
             self.take_events_in_step(queue);

@@ -134,6 +134,8 @@ pub struct Core {
     tickets: HashMap<TicketId, RequestId>,
     /// Tickets that others opened here (prefill side).
     pushes: HashMap<(PeerId, TicketId), RequestId>,
+    /// The newest ticket of each decode worker (prefill side).
+    newest_opened: HashMap<PeerId, TicketId>,
     /// Tickets of ours whose KV is here and whose last message is still to come.
     settling: HashMap<TicketId, Settling>,
     /// Granted blocks whose request is over or computed here instead, until the writer is done.
@@ -167,6 +169,7 @@ impl Core {
             prefill_peers: BTreeMap::new(),
             tickets: HashMap::new(),
             pushes: HashMap::new(),
+            newest_opened: HashMap::new(),
             settling: HashMap::new(),
             quarantine: HashMap::new(),
             kept: HashMap::new(),

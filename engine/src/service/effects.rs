@@ -67,7 +67,9 @@ impl Service {
                     self.outboxes.remove(&peer);
                 }
             }
-            Effect::Post { id, peer, spans, note, checksum } => self.post_write(id, peer, spans, note, checksum),
+            Effect::Post { id, peer, spans, note, checksum } => {
+                self.post_write(id, peer, spans, note, checksum)
+            }
             Effect::Read { range, peer, spans, checksums } => self.post_read(range, peer, spans, checksums),
             Effect::Offer { peer, ticket, first_block, blocks, last, checksum } => {
                 let checksums = if checksum { self.sums_of_blocks(&blocks) } else { Vec::new() };
@@ -75,7 +77,13 @@ impl Service {
                 self.carry_out_one(Effect::Send(peer, PeerMessage::ToDecode(offer)));
             }
             Effect::TicketFailed { request_id, fault, reason, recompute } => {
-                tracing::warn!(request_id, fault = fault.label(), reason, recompute, "no KV from the prefill worker");
+                tracing::warn!(
+                    request_id,
+                    fault = fault.label(),
+                    reason,
+                    recompute,
+                    "no KV from the prefill worker"
+                );
                 self.metrics.ticket_failed(fault);
             }
             Effect::DropPeer(peer) => drop(self.outboxes.remove(&peer)),

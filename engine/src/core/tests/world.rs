@@ -79,11 +79,7 @@ impl Worker {
     pub(super) fn new(num_blocks: usize, first_ticket: u64) -> Self {
         let mut core = Core::new(config(num_blocks, first_ticket));
         core.record_kv_events();
-        Self {
-            core,
-            memory: vec![[u64::MAX; LAYERS]; num_blocks * BLOCK],
-            now: Duration::ZERO,
-        }
+        Self { core, memory: vec![[u64::MAX; LAYERS]; num_blocks * BLOCK], now: Duration::ZERO }
     }
 
     pub(super) fn apply(&mut self, input: Input) {
@@ -226,8 +222,7 @@ impl World {
     pub(super) fn connect(&mut self) {
         self.peer = PeerId(self.peer.0 + 1);
         self.up = true;
-        let link =
-            PrefillLink { direction: self.direction, max_prompt: 59, lease: LEASE, on_demand: false };
+        let link = PrefillLink { direction: self.direction, max_prompt: 59, lease: LEASE, on_demand: false };
         self.d.apply(Input::PeerUp(self.peer, PeerRole::Prefill(link)));
         self.p.apply(Input::PeerUp(self.peer, PeerRole::Decode));
     }
@@ -279,7 +274,13 @@ impl World {
                     Effect::Offer { peer, ticket, first_block, blocks, last, .. } => {
                         if peer == self.peer && self.up {
                             let checksums = Vec::new();
-                            self.to_d.push_back(ToDecode::Offer { ticket, first_block, blocks, checksums, last });
+                            self.to_d.push_back(ToDecode::Offer {
+                                ticket,
+                                first_block,
+                                blocks,
+                                checksums,
+                                last,
+                            });
                         }
                     }
                     Effect::DropPeer(peer) if peer == self.peer && self.up => self.disconnect(),
@@ -394,7 +395,9 @@ impl World {
                     self.d.apply(Input::FromPrefill(self.peer, message));
                 }
             }
-            70..75 if !self.reads.is_empty() => self.settle_read(rng.random_range(0..self.reads.len()), false),
+            70..75 if !self.reads.is_empty() => {
+                self.settle_read(rng.random_range(0..self.reads.len()), false)
+            }
             70..80 if !self.writes.is_empty() => self.settle(rng.random_range(0..self.writes.len()), false),
             80..90 if !self.notes.is_empty() => {
                 let note = self.notes.swap_remove(rng.random_range(0..self.notes.len()));
@@ -413,7 +416,9 @@ impl World {
                 self.d.now += pause;
                 self.p.now += pause;
             }
-            92 if faults && !self.reads.is_empty() => self.settle_read(rng.random_range(0..self.reads.len()), true),
+            92 if faults && !self.reads.is_empty() => {
+                self.settle_read(rng.random_range(0..self.reads.len()), true)
+            }
             93 if faults => {
                 // The prefill worker stands still for longer than its lease.
                 self.p.now += LEASE * 2;
