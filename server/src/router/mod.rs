@@ -11,11 +11,17 @@
 //! worker that left is in no view, so it cannot be chosen. Every cost is finite.
 
 pub mod bookings;
+pub mod index;
 pub mod policies;
 pub mod policy;
+pub mod prompt;
+pub mod shared;
+pub mod source;
 pub mod view;
 pub mod worker;
 
+pub use prompt::Prompt;
+pub use shared::{Booking, Router, RouterConfig};
 pub use policy::{Choice, Draw, NoWorker, RequestBlocks, RoutePolicy};
 pub use view::{ClusterView, IndexSource, Load, WorkerView};
 pub use worker::{Condition, WorkerId, WorkerRole};

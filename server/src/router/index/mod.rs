@@ -15,6 +15,8 @@ pub mod holdings;
 pub mod recent;
 mod slots;
 pub mod table;
+#[cfg(test)]
+mod tests;
 
 pub use exact::ExactIndex;
 pub use holdings::Overlaps;
