@@ -84,6 +84,8 @@ pub enum ConfigError {
     NeedsFrontend { flag: &'static str, value: String, role: Role },
     #[error("--model is missing, expected a folder, a Hugging Face id or demo: only --role frontend does without")]
     NoModel,
+    #[error("KV events need --model: they name blocks of tokens, which only the model's tokenizer can make")]
+    EventsNeedModel,
 }
 
 impl Config {
@@ -150,7 +152,7 @@ pub(crate) fn bad(flag: &'static str, value: impl fmt::Display, expected: String
     ConfigError::BadValue { flag, value: value.to_string(), expected }
 }
 
-fn served_name(given: Option<String>, model: &str) -> Result<String, ConfigError> {
+pub(crate) fn served_name(given: Option<String>, model: &str) -> Result<String, ConfigError> {
     match given {
         Some(name) if name.trim().is_empty() => Err(bad("served-model-name", name, "a name".into())),
         Some(name) => Ok(name),

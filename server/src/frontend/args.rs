@@ -50,7 +50,7 @@ pub struct FrontendArgs {
     #[arg(long, value_name = "SECS", value_parser = above_zero, help_heading = ROUTER)]
     pub router_predicted_ttl_secs: Option<f64>,
     /// Memory of the index of cached blocks, over all workers.
-    #[arg(long, value_name = "SIZE", default_value = "256MiB", help_heading = ROUTER)]
+    #[arg(long, value_name = "SIZE", default_value = "64MiB", help_heading = ROUTER)]
     pub router_index_memory_bytes: ByteSize,
     /// Who computes prompts where there are prefill and decode workers: the cheaper by measurement, always a prefill
     /// worker, never, or one for prompts with at least N tokens that are not cached.

@@ -10,21 +10,9 @@ use models::SourceOptions;
 use super::args::{FrontendArgs, OnOff, RouterMode};
 use super::standing::BreakerConfig;
 use crate::args::Args;
-use crate::config::{ConfigError, PeerUrl, bad, check_model, listen_address, peer_url};
+use crate::config::{ConfigError, PeerUrl, bad, check_model, listen_address, peer_url, served_name};
 use crate::router::WorkerRole;
-
-/// Who computes a prompt where there are prefill and decode workers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DisaggPolicy {
-    /// Whoever is expected to be done first.
-    Auto,
-    /// A prefill worker.
-    Always,
-    /// The decode worker.
-    Never,
-    /// A prefill worker, for prompts with at least so many tokens that are not cached.
-    Threshold(usize),
-}
+use crate::router::disagg::DisaggPolicy;
 
 /// Where a worker's KV events are to be had, by the command line.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -54,15 +42,21 @@ impl Config {
         if let Some(model) = &args.model {
             check_model(model, &model_source)?;
         }
+        let router = FrontendConfig::from_args(args.frontend, &args.prefill)?;
+        // Blocks in events are of tokens, and only a tokenizer can name them.
+        if args.model.is_none() && (router.kv_events_required || !router.event_sources.is_empty()) {
+            return Err(ConfigError::EventsNeedModel);
+        }
+        let served = args.served_model_name.clone();
         Ok(Self {
+            served_model_name: args.model.as_ref().map(|model| served_name(served, model)).transpose()?,
             listen: listen_address(&args.host, args.port)?,
             port_file: args.port_file,
             request_timeout: Duration::from_secs_f64(args.request_timeout_secs),
             shutdown_grace: Duration::from_secs_f64(args.shutdown_grace_secs),
             model: args.model,
             model_source,
-            served_model_name: args.served_model_name,
-            router: FrontendConfig::from_args(args.frontend, &args.prefill)?,
+            router,
         })
     }
 }
@@ -97,11 +91,6 @@ pub struct FrontendConfig {
 }
 
 impl FrontendConfig {
-    /// Whether prompts have to be named.
-    pub fn uses_overlap(&self) -> bool {
-        self.mode == RouterMode::Kv
-    }
-
     /// `prefill` are the values of `--prefill`.
     pub fn from_args(args: FrontendArgs, prefill: &[String]) -> Result<Self, ConfigError> {
         let mut workers = Vec::new();

@@ -9,7 +9,7 @@ use super::fleet::{Life, Worker};
 use super::request::Asked;
 use super::state::Front;
 use crate::error::ApiError;
-use super::desk::Booking;
+use crate::router::shared::Booking;
 use crate::router::{Condition, IndexSource, NoWorker, WorkerId};
 
 /// A worker, and the process there that was chosen.
@@ -26,16 +26,13 @@ pub struct Decision {
     pub prefill: Option<Leg>,
     /// There are prefill workers, and this request does better without.
     pub local_prefill: bool,
-    /// What the overlap rests on.
-    pub index: IndexSource,
     pub booking: Booking,
-    predicted: Option<usize>,
 }
 
 impl Decision {
     /// Prompt tokens that the index says are cached where the prompt is computed; `None` where nothing is known.
     pub fn predicted_cached_tokens(&self) -> Option<usize> {
-        self.predicted
+        (self.booking.index() != IndexSource::None).then(|| self.booking.predicted_tokens())
     }
 }
 
@@ -102,25 +99,38 @@ impl Front {
     /// Chooses and books. Errors: no worker may take the request now.
     pub fn decide(&self, asked: &Asked, tried: &Tried) -> Result<Decision, Refusal> {
         let workers = self.fleet.all();
-        let now = Instant::now();
         let legs: Vec<Leg> = workers
             .iter()
             .filter_map(|worker| Some(Leg { worker: worker.clone(), life: worker.life()? }))
-            .filter(|leg| serves_model(leg, asked.model.as_deref()))
-            .filter(|leg| !tried.excludes(leg.life.id))
             .collect();
-        let view = |leg: &Leg| (leg.life.id, leg.worker.role, condition(&leg.worker, now), leg.life.record.capacity_blocks);
-        let (choice, booking) = self.desk.book(&asked.prompt, legs.iter().map(view), self.now())?;
-        let find = |id: WorkerId| legs.iter().find(|leg| leg.life.id == id).cloned();
-        let serve = find(choice.serve).expect("chosen among these. This is a bug.");
-        Ok(Decision {
-            serve,
-            prefill: choice.prefill.and_then(find),
-            local_prefill: false,
-            index: IndexSource::None,
-            booking,
-            predicted: None,
-        })
+        self.sync_conditions(&legs);
+        let mut without = tried.excluded.clone();
+        without.extend(legs.iter().filter(|leg| !serves_model(leg, asked.model.as_deref())).map(|leg| leg.life.id));
+        loop {
+            let mut booking = self.router.route(&asked.prompt, &without)?;
+            let choice = booking.choice();
+            let find = |id: WorkerId| legs.iter().find(|leg| leg.life.id == id).cloned();
+            let Some(serve) = find(choice.serve) else {
+                // It joined or left while we looked.
+                without.push(choice.serve);
+                booking.undo();
+                continue;
+            };
+            let prefill = choice.prefill.and_then(find);
+            let local_prefill = booking.estimate().is_some_and(|estimate| !estimate.remote);
+            return Ok(Decision { serve, prefill, local_prefill, booking });
+        }
+    }
+
+    /// Tells the router which workers take requests now: some come back by the clock alone.
+    pub fn sync_conditions(&self, legs: &[Leg]) {
+        let now = Instant::now();
+        for leg in legs {
+            let condition = condition(&leg.worker, now);
+            if leg.worker.note_condition(leg.life.id, condition) {
+                self.router.set_condition(leg.life.id, condition);
+            }
+        }
     }
 }
 

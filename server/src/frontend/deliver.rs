@@ -273,7 +273,7 @@ async fn stream(
 
 /// Adds who answers and what the choice rested on.
 fn tell(headers: &mut HeaderMap, decision: &Decision) {
-    headers.insert(headers::KV_INDEX, HeaderValue::from_static(decision.index.as_str()));
+    headers.insert(headers::KV_INDEX, HeaderValue::from_static(decision.booking.index().as_str()));
     headers.insert(headers::WORKER, header_value(&decision.serve.worker.name));
     headers.insert(headers::WORKER_ID, header_value(&decision.serve.life.id.to_string()));
     if let Some(prefill) = &decision.prefill {

@@ -14,7 +14,7 @@ use super::standing::{BreakerConfig, Reach, Standing};
 use crate::config::PeerUrl;
 use crate::discovery::WorkerRecord;
 use crate::openai::Api;
-use crate::router::{WorkerId, WorkerRole};
+use crate::router::{Condition, WorkerId, WorkerRole};
 
 /// One worker: an address, and what is known of the process there.
 pub struct Worker {
@@ -27,6 +27,8 @@ pub struct Worker {
     life: RwLock<Option<Arc<Life>>>,
     standing: Mutex<Standing>,
     sample: Mutex<WorkerSample>,
+    /// What the router was last told.
+    told: Mutex<Option<(WorkerId, Condition)>>,
     /// Lives of a server that does not say when it restarts.
     lives: AtomicU64,
     /// Woken when a request found the worker unreachable: it is probed at once.
@@ -76,6 +78,7 @@ impl Worker {
             life: RwLock::new(None),
             standing: Mutex::new(Standing::new(breaker)),
             sample: Mutex::default(),
+            told: Mutex::default(),
             lives: AtomicU64::new(0),
             wake: Notify::new(),
             hung: Notify::new(),
@@ -118,6 +121,17 @@ impl Worker {
     /// Connections were refused, so that what comes up is taken for a new process.
     pub fn restarted(&self) {
         self.lives.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Nobody answers any more; the process that did.
+    pub fn dead(&self) -> Option<Arc<Life>> {
+        self.life.write().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// True if the router does not know yet that this process is in this condition.
+    pub fn note_condition(&self, id: WorkerId, condition: Condition) -> bool {
+        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        told.replace((id, condition)) != Some((id, condition))
     }
 
     pub fn standing(&self) -> MutexGuard<'_, Standing> {

@@ -10,6 +10,9 @@ use super::recent::Recent;
 use super::stream_watch::SeenUsage;
 use crate::shutdown::Running;
 
+/// How many events go by between two looks at the load: about a block of tokens.
+const BLOCK: usize = 16;
+
 /// How a request at a worker ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Ending {
@@ -34,13 +37,13 @@ pub struct Ledger {
     pub metrics: Arc<FrontMetrics>,
     pub model: Arc<ModelMetrics>,
     pub recent: Arc<Recent>,
-    /// Where the router's time begins.
-    pub started: Instant,
 }
 
 /// A request under way.
 pub struct Flight {
     decision: Decision,
+    /// Events that passed: about as many tokens.
+    events: usize,
     ledger: Ledger,
     arrival: Instant,
     last: Option<Instant>,
@@ -62,7 +65,7 @@ impl Flight {
         running: Arc<Running>,
     ) -> Self {
         ledger.metrics.inflight.inc();
-        Self { decision, ledger, arrival, last: None, prompt_tokens, cached_tokens: None, ended: false, running }
+        Self { decision, events: 0, ledger, arrival, last: None, prompt_tokens, cached_tokens: None, ended: false, running }
     }
 
     pub fn decision(&self) -> &Decision {
@@ -84,6 +87,10 @@ impl Flight {
 
     /// Some of the answer passes.
     pub fn passed(&mut self) {
+        self.events += 1;
+        if self.events.is_multiple_of(BLOCK) {
+            self.decision.booking.generated(self.events);
+        }
         let now = Instant::now();
         match self.last.replace(now) {
             Some(last) => self.ledger.model.itl.observe((now - last).as_secs_f64()),
@@ -91,7 +98,7 @@ impl Flight {
                 let ttft = now - self.arrival;
                 self.ledger.model.ttft.observe(ttft.as_secs_f64());
                 self.ledger.recent.first_token(ttft);
-                self.decision.booking.first_token(self.ledger.started.elapsed());
+                self.decision.booking.first_token();
             }
         }
     }
@@ -123,7 +130,8 @@ impl Flight {
                 self.worker().quarantine(reason);
             }
             Ending::ClientLeft => metrics.disconnected.inc(),
-            Ending::Retried => {}
+            // The worker has not seen it, or not to an end: what it was thought to cache from now on it may not have.
+            Ending::Retried => self.decision.booking.undo(),
         }
     }
 

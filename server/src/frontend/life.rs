@@ -43,7 +43,7 @@ async fn serve(config: Config) -> anyhow::Result<()> {
     let app = AppState::new(identity, readiness.clone(), Registry::new())?;
     let listener = http::bind(config.listen, config.port_file.as_deref()).await?;
     let shutdown = app.drain.clone().run(signals.first(), readiness.clone(), config.shutdown_grace);
-    let front = Front::new(app, config.router)?;
+    let front = Front::new(app, config.router, config.served_model_name)?;
     let mut serving = tokio::spawn(http::run(listener, router(front.clone()), shutdown));
     let loading = load_text(config.model, config.model_source);
     let text = tokio::select! {
@@ -57,11 +57,23 @@ async fn serve(config: Config) -> anyhow::Result<()> {
         front.fleet.add(worker.clone());
         tasks.spawn(probe::keep(front.clone(), worker));
     }
+    tasks.spawn(tick(front.clone()));
     front.loaded(text);
     serving.await.context("the HTTP server panicked")??;
     tasks.shutdown().await;
     tracing::info!("stopped");
     Ok(())
+}
+
+/// What the router has to look at now and then.
+async fn tick(front: Arc<Front>) {
+    let mut interval = tokio::time::interval(Duration::from_secs(1));
+    loop {
+        interval.tick().await;
+        front.router.tick();
+        // Some workers come back by the clock alone.
+        front.standing_changed();
+    }
 }
 
 async fn load_text(model: Option<String>, source: SourceOptions) -> anyhow::Result<Option<Arc<Text>>> {

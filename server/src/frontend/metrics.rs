@@ -48,6 +48,8 @@ pub struct FrontMetrics {
     pub worker_prefill_tokens: IntGaugeVec,
     pub worker_index_blocks: IntGaugeVec,
     pub event_mismatch: IntGauge,
+    pub open_bookings: IntGauge,
+    pub index_bytes: IntGauge,
     pub hit_rate: Histogram,
     pub drift: HistogramVec,
     pub decisions: IntCounterVec,
@@ -119,6 +121,8 @@ impl FrontMetrics {
                 "dynamo_component_router_kv_event_source_mismatch_workers",
                 "Workers without KV events although they are expected.",
             )?,
+            open_bookings: r.gauge("kvferry_frontend_open_bookings", "Requests whose load is booked on a worker.")?,
+            index_bytes: r.gauge("kvferry_frontend_index_bytes", "Memory of the index of cached blocks.")?,
             hit_rate: r.histogram(
                 "dynamo_component_router_kv_hit_rate",
                 "Share of a prompt's blocks that the index found on the chosen worker.",

@@ -7,55 +7,38 @@
 use std::borrow::Cow;
 use std::sync::Arc;
 
-use engine::api::TokenId;
-use engine::hash;
 use serde::Deserialize;
 use serde_json::Value;
 use serde_json::value::RawValue;
-use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::error::ApiError;
 use crate::openai::chat::take_conversation;
 use crate::openai::{Api, Fields, parse_object, take_prompts};
-use crate::router::policy::BlockKey;
+use crate::router::prompt::Prompt;
 use crate::text::Text;
 
-/// Tokens in a block of text, for prompts that nobody tokenizes.
-pub const TEXT_BLOCK_TOKENS: usize = 16;
-
-/// Bytes of such a block: English has some 4 bytes to a token.
-const TEXT_BLOCK_BYTES: usize = 4 * TEXT_BLOCK_TOKENS;
-
-/// Where names of text blocks begin; different from those of tokens.
-const TEXT_SEED: u64 = 0x6b76_6665_7272_7974;
+/// Bytes of English in a token, for prompts that nobody tokenizes.
+const TOKEN_BYTES: usize = 4;
 
 /// A longer answer is not booked for more than this when the request names no limit.
 const DEFAULT_MAX_TOKENS: usize = 256;
 
 /// A request as far as routing needs it.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct Asked {
     pub model: Option<String>,
     pub stream: bool,
     /// Tokens that the answer may have, as far as the request says.
     pub max_tokens: usize,
-    pub prompt: PromptBlocks,
-}
-
-/// The prompt's blocks, or nothing but its length where the mode does not look at them.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct PromptBlocks {
-    pub keys: Arc<[BlockKey]>,
-    pub num_tokens: usize,
-    pub block_size: usize,
+    pub prompt: Prompt,
 }
 
 /// How prompts are named.
 pub enum Naming {
-    /// Not at all.
-    None,
+    /// Not at all: only its length counts.
+    None { block_size: usize },
     /// By the text.
-    Text,
+    Text { block_size: usize },
     /// By tokens, in blocks of this many.
     Tokens { text: Arc<Text>, block_size: usize },
 }
@@ -81,13 +64,15 @@ impl Asked {
     /// Reads `body`. Errors: it is no JSON object, or, where prompts are tokenized, one that cannot be.
     pub async fn read(api: Api, body: &[u8], naming: Naming) -> Result<Self, ApiError> {
         match naming {
-            Naming::None => Self::peek(body, false),
-            Naming::Text => Self::peek(body, true),
+            Naming::None { block_size } => {
+                Self::peek(body, |text| Prompt::unnamed(text.len().div_ceil(TOKEN_BYTES), block_size))
+            }
+            Naming::Text { block_size } => Self::peek(body, |text| Prompt::from_text(text, block_size)),
             Naming::Tokens { text, block_size } => Self::tokenize(api, body, text, block_size).await,
         }
     }
 
-    fn peek(body: &[u8], by_text: bool) -> Result<Self, ApiError> {
+    fn peek(body: &[u8], name: impl FnOnce(&[u8]) -> Prompt) -> Result<Self, ApiError> {
         let text = std::str::from_utf8(body).ok();
         let peek: Option<Peek<'_>> = text.and_then(|text| serde_json::from_str(text).ok());
         // The slow way finds the words for what is wrong.
@@ -102,11 +87,7 @@ impl Asked {
             model: model.map(Cow::into_owned),
             stream: peek.stream.is_some_and(|stream| stream.get() == "true"),
             max_tokens: number(peek.max_completion_tokens).or(number(peek.max_tokens)).unwrap_or(DEFAULT_MAX_TOKENS),
-            prompt: PromptBlocks {
-                keys: if by_text { text_keys(prompt.as_bytes()) } else { Arc::default() },
-                num_tokens: prompt.len().div_ceil(TEXT_BLOCK_BYTES / TEXT_BLOCK_TOKENS),
-                block_size: TEXT_BLOCK_TOKENS,
-            },
+            prompt: name(prompt.as_bytes()),
         })
     }
 
@@ -129,36 +110,9 @@ impl Asked {
             model,
             stream,
             max_tokens: max_tokens.unwrap_or(DEFAULT_MAX_TOKENS),
-            prompt: PromptBlocks {
-                keys: token_keys(&tokens, block_size, salt.as_deref()),
-                num_tokens: tokens.len(),
-                block_size,
-            },
+            prompt: Prompt::from_tokens(&tokens, salt.as_deref(), block_size),
         })
     }
-}
-
-/// Names of the full blocks of `tokens`, as workers name them.
-pub fn token_keys(tokens: &[TokenId], block_size: usize, salt: Option<&str>) -> Arc<[BlockKey]> {
-    let mut parent = hash::root(salt);
-    let blocks = tokens.chunks_exact(block_size.max(1));
-    blocks
-        .map(|block| {
-            parent = hash::chain(parent, block);
-            BlockKey(parent.0 as u64)
-        })
-        .collect()
-}
-
-fn text_keys(text: &[u8]) -> Arc<[BlockKey]> {
-    let mut parent = TEXT_SEED;
-    let blocks = text.chunks_exact(TEXT_BLOCK_BYTES);
-    blocks
-        .map(|block| {
-            parent = xxh3_64_with_seed(block, parent);
-            BlockKey(parent)
-        })
-        .collect()
 }
 
 #[cfg(test)]
@@ -166,7 +120,7 @@ mod tests {
     use super::*;
 
     fn peek(body: &str) -> Result<Asked, ApiError> {
-        Asked::peek(body.as_bytes(), true)
+        Asked::peek(body.as_bytes(), |text| Prompt::from_text(text, 16))
     }
 
     #[test]
@@ -179,7 +133,7 @@ mod tests {
             peek(&body).unwrap().prompt.keys
         };
         let (one, other) = (chat(&"a".repeat(100)), chat(&"b".repeat(100)));
-        let same = one.iter().zip(&other).take_while(|(a, b)| a == b).count();
+        let same = one.iter().zip(other.iter()).take_while(|(a, b)| a == b).count();
         assert!((5..one.len()).contains(&same), "{same} of {}", one.len());
         // A name covers everything before it.
         assert!(one[same..].iter().zip(&other[same..]).all(|(a, b)| a != b));
@@ -200,15 +154,6 @@ mod tests {
             assert!(error.status == 400 && error.message.contains(expected), "{body}: {}", error.message);
         }
         assert!(peek(r#"{"model":"a","model":"b"}"#).unwrap_err().message.contains("twice"));
-        assert!(Asked::peek(b"{\"a\":\"\xff\"}", true).unwrap_err().message.contains("not UTF-8"));
-    }
-
-    #[test]
-    fn tokens_are_named_as_workers_name_them() {
-        let tokens: Vec<TokenId> = (0..40).collect();
-        let keys = token_keys(&tokens, 16, None);
-        let first = hash::chain(hash::root(None), &tokens[..16]);
-        assert_eq!(*keys, [BlockKey(first.0 as u64), BlockKey(hash::chain(first, &tokens[16..32]).0 as u64)]);
-        assert_ne!(token_keys(&tokens, 16, Some("s")), keys);
+        assert!(Asked::peek(b"{\"a\":\"\xff\"}", |_| Prompt::unnamed(0, 16)).unwrap_err().message.contains("not UTF-8"));
     }
 }

@@ -14,7 +14,7 @@ use bytes::Bytes;
 
 use super::deliver::{Order, deliver};
 use super::flight::Ledger;
-use super::ops;
+use super::{explain, ops, page};
 use super::request::Asked;
 use super::state::Front;
 use crate::error::ApiError;
@@ -38,6 +38,10 @@ pub fn router(front: Arc<Front>) -> Router {
         .route("/version", get(crate::ops::version))
         .route("/metrics", get(ops::metrics))
         .route("/workers", get(ops::workers))
+        .route("/route/explain", post(explain::explain))
+        .route("/", get(page::page))
+        .route("/status", get(page::status))
+        .route("/status/events", get(page::events))
         .fallback(no_route)
         .method_not_allowed_fallback(no_method)
         .layer(DefaultBodyLimit::max(MAX_BODY_BYTES))
@@ -91,9 +95,8 @@ async fn generate(
     };
     let ledger = Ledger {
         metrics: front.metrics.clone(),
-        model: front.metrics.model(front.model_label(asked.model.as_deref()), endpoint),
+        model: front.metrics.model(&front.model_label(asked.model.as_deref()), endpoint),
         recent: front.recent.clone(),
-        started: front.started,
     };
     let order = Order { api, request_id: request_id.0, headers, body, asked, ledger, arrival, running };
     Ok(deliver(front, &order).await)

@@ -3,6 +3,8 @@
 
 use std::time::Instant;
 
+use crate::router::disagg::Speeds;
+
 /// One scrape, and what changed since the one before.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct WorkerSample {
@@ -18,6 +20,7 @@ pub struct WorkerSample {
     pub prefill_tokens_per_sec: Option<f64>,
     /// Bytes moved in a second on the wire, over the process's life.
     pub link_bytes_per_sec: Option<f64>,
+    pub kv_bytes_per_token: Option<f64>,
     /// Bytes moved in a second of time, since the last scrape.
     pub transferred_per_sec: Option<f64>,
     totals: Totals,
@@ -33,9 +36,19 @@ struct Totals {
     wire_seconds: f64,
     computed: f64,
     prefill_seconds: f64,
+    transferred_tokens: f64,
 }
 
 impl WorkerSample {
+    /// What decides who computes a prompt.
+    pub fn speeds(&self) -> Speeds {
+        Speeds {
+            prefill_tokens_per_sec: self.prefill_tokens_per_sec,
+            link_bytes_per_sec: self.link_bytes_per_sec,
+            kv_bytes_per_token: self.kv_bytes_per_token,
+        }
+    }
+
     /// Reads a scrape taken at `now`, after this one.
     pub fn next(&self, text: &str, now: Instant) -> Self {
         let mut next = Self { at: Some(now), ..Self::default() };
@@ -62,6 +75,9 @@ impl WorkerSample {
                 "vllm:prompt_tokens_by_source_total" if labels.contains("source=\"local_compute\"") => {
                     totals.computed += value;
                 }
+                "vllm:prompt_tokens_by_source_total" if labels.contains("source=\"external_kv_transfer\"") => {
+                    totals.transferred_tokens += value;
+                }
                 "vllm:request_prefill_time_seconds_sum" => totals.prefill_seconds += value,
                 _ => {}
             }
@@ -70,6 +86,7 @@ impl WorkerSample {
         let rate = |part: f64, whole: f64| (whole > 0.0 && part >= 0.0).then(|| part / whole);
         next.prefill_tokens_per_sec = rate(totals.computed, totals.prefill_seconds).filter(|rate| *rate > 0.0);
         next.link_bytes_per_sec = rate(totals.bytes, totals.wire_seconds).filter(|rate| *rate > 0.0);
+        next.kv_bytes_per_token = rate(totals.bytes, totals.transferred_tokens).filter(|rate| *rate > 0.0);
         // A restarted process counts from 0: no difference to speak of.
         if let Some(at) = self.at.filter(|_| totals.queries >= self.totals.queries) {
             let seconds = now.duration_since(at).as_secs_f64();

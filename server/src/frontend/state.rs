@@ -1,12 +1,14 @@
 //! What the frontend's handlers and tasks share.
 
-use std::collections::BTreeSet;
-use std::sync::{Arc, OnceLock};
+use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use tokio::task::AbortHandle;
+
+use super::args::RouterMode;
 use super::config::FrontendConfig;
-use super::desk::Desk;
 use super::fleet::{Fleet, Life, ModelCard, Worker};
 use super::metrics::{FrontMetrics, UNKNOWN_MODEL};
 use super::recent::Recent;
@@ -14,7 +16,10 @@ use super::request::Naming;
 use super::upstream::Upstream;
 use crate::error::ApiError;
 use crate::readiness::State;
-use crate::router::WorkerRole;
+use crate::discovery::WorkerRecord;
+use crate::router::policies::{KvPolicy, KvWeights, LeastLoaded, PowerOfTwo, Random, RoundRobin};
+use crate::router::shared::{Router, RouterConfig};
+use crate::router::{RoutePolicy, WorkerId, WorkerRole};
 use crate::state::AppState;
 use crate::text::Text;
 
@@ -27,7 +32,11 @@ pub struct Front {
     pub upstream: Upstream,
     pub metrics: Arc<FrontMetrics>,
     pub recent: Arc<Recent>,
-    pub desk: Arc<Desk>,
+    pub router: Arc<Router>,
+    /// What each worker's index follows, ended with the process it follows.
+    followers: Mutex<HashMap<WorkerId, AbortHandle>>,
+    /// The model that requests must name; without, whatever the workers have.
+    model: Option<String>,
     /// Tokenizer and template, once they are loaded; without --model never, and prompts are named by their text.
     pub text: OnceLock<Arc<Text>>,
     pub started: Instant,
@@ -37,7 +46,7 @@ pub struct Front {
 
 impl Front {
     /// Fails only if the registry has a metric of ours already.
-    pub fn new(app: Arc<AppState>, config: FrontendConfig) -> prometheus::Result<Arc<Self>> {
+    pub fn new(app: Arc<AppState>, config: FrontendConfig, model: Option<String>) -> prometheus::Result<Arc<Self>> {
         let metrics = Arc::new(FrontMetrics::register(&app.registry)?);
         Ok(Arc::new(Self {
             app,
@@ -45,7 +54,9 @@ impl Front {
             upstream: Upstream::new(),
             metrics,
             recent: Arc::default(),
-            desk: Arc::new(Desk::new(&config)),
+            router: Router::new(router_config(&config, model.clone())),
+            followers: Mutex::default(),
+            model,
             text: OnceLock::new(),
             started: Instant::now(),
             loading: AtomicBool::new(true),
@@ -55,10 +66,11 @@ impl Front {
 
     /// How this frontend names the blocks of prompts.
     pub fn naming(&self) -> Naming {
-        match (self.text.get(), self.config.uses_overlap()) {
-            (_, false) => Naming::None,
-            (None, true) => Naming::Text,
-            (Some(text), true) => Naming::Tokens { text: text.clone(), block_size: self.block_size() },
+        let block_size = self.router.block_size();
+        match (self.text.get(), self.router.uses_overlap()) {
+            (_, false) => Naming::None { block_size },
+            (None, true) => Naming::Text { block_size },
+            (Some(text), true) => Naming::Tokens { text: text.clone(), block_size },
         }
     }
 
@@ -94,8 +106,10 @@ impl Front {
     }
 
     /// The model's name for labels: only names that workers have.
-    pub fn model_label<'a>(&self, model: Option<&'a str>) -> &'a str {
-        model.filter(|name| self.knows(name)).unwrap_or(UNKNOWN_MODEL)
+    pub fn model_label(&self, model: Option<&str>) -> String {
+        let named = model.filter(|name| self.knows(name)).map(str::to_owned);
+        let only = || self.models().into_iter().next().map(|model| model.id).filter(|_| model.is_none());
+        named.or_else(only).unwrap_or_else(|| UNKNOWN_MODEL.to_owned())
     }
 
     /// Readiness says what the workers' standings add up to.
@@ -123,12 +137,24 @@ impl Front {
             let labels = [worker.name.as_str(), worker.role.as_str()];
             self.metrics.worker_up.with_label_values(&labels).set(up.into());
             let Some(life) = worker.life() else { continue };
-            let load = self.desk.load(life.id);
+            let load = self.router.load(life.id);
             let name = [worker.name.as_str()];
             self.metrics.worker_active.with_label_values(&name).set(load.active_requests as i64);
             self.metrics.worker_blocks.with_label_values(&name).set(load.decode_blocks as i64);
             self.metrics.worker_prefill_tokens.with_label_values(&name).set(load.prefill_tokens as i64);
         }
+        for status in self.router.workers() {
+            let name = status.record.url.as_str();
+            for index in ["events", "approximate", "none"] {
+                let gauge = self.metrics.worker_index_blocks.with_label_values(&[name, index]);
+                let here = index == status.index.as_str();
+                gauge.set(if here { status.cached_blocks as i64 } else { 0 });
+            }
+        }
+        self.metrics.event_mismatch.set(self.router.mismatches() as i64);
+        let sizes = self.router.sizes();
+        self.metrics.open_bookings.set(sizes.open_bookings as i64);
+        self.metrics.index_bytes.set((sizes.exact_bytes + sizes.recent_bytes) as i64);
     }
 
     fn service(&self) -> State {
@@ -163,19 +189,99 @@ impl Front {
 
     /// A process answers at a worker's address. Errors: why it gets no requests.
     pub fn lives(&self, worker: &Worker, life: Life) -> Result<(), String> {
-        worker.live(life);
+        let id = life.id;
+        let mut record = life.record.clone();
+        // Where it is reached from here, whatever it thinks of itself.
+        record.url = worker.name.clone();
+        let has = |name: &str| life.models.iter().any(|model| model.id == name);
+        match &self.model {
+            Some(expected) if has(expected) => record.model = expected.clone(),
+            Some(_) => {}
+            // Each request goes to a worker that has its model.
+            None => record.model = String::new(),
+        }
+        let sample = *worker.sample();
+        record.capacity_blocks = record.capacity_blocks.or(sample.num_blocks);
+        record.block_size = match self.model {
+            Some(_) => record.block_size.or(sample.block_size.map(|size| size as u32)),
+            // Blocks of text are the same for every worker.
+            None => None,
+        };
+        if worker.life().is_none_or(|before| before.id != id) {
+            tracing::info!(worker = worker.name, id = %id, "a worker's process was met for the first time");
+        }
+        if let Some(before) = worker.live(life) {
+            self.forget(before.id);
+        }
+        let events = record.events.is_some();
+        let shared = Arc::new(record.clone());
+        self.router.join(record)?;
+        self.router.set_speeds(id, worker.sample().speeds());
+        if events && self.config.kv_events && self.router.uses_overlap() {
+            self.follow(id, shared);
+        }
         Ok(())
     }
 
-    /// Nobody answers at a worker's address any more.
-    pub fn dies(&self, _worker: &Worker) {}
-
-    pub fn block_size(&self) -> usize {
-        16
+    /// Nobody answers at a worker's address any more: nothing that was cached there is left.
+    pub fn dies(&self, worker: &Worker) {
+        if let Some(life) = worker.dead() {
+            self.forget(life.id);
+        }
     }
 
-    /// Since the start.
-    pub fn now(&self) -> Duration {
-        self.started.elapsed()
+    fn forget(&self, id: WorkerId) {
+        self.router.leave(id);
+        if let Some(follower) = self.followers().remove(&id) {
+            follower.abort();
+        }
+    }
+
+    fn follow(&self, id: WorkerId, record: Arc<WorkerRecord>) {
+        let _ = (id, record);
+    }
+
+    fn followers(&self) -> MutexGuard<'_, HashMap<WorkerId, AbortHandle>> {
+        self.followers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// How long after a booking's last sign of life it is given up; above any gap between two tokens.
+const LEASE: Duration = Duration::from_secs(300);
+
+/// A worker says what it stored within a step of the engine; a slow one takes some seconds for it.
+const EVENTS_PATIENCE: Duration = Duration::from_secs(10);
+
+fn router_config(config: &FrontendConfig, model: Option<String>) -> RouterConfig {
+    let weights = KvWeights {
+        overlap_score_credit: config.overlap_score_credit,
+        overlap_score_credit_decay: 0.0,
+        prefill_load_scale: config.prefill_load_scale,
+        decode_active_request_weight: config.active_request_weight,
+        temperature: config.temperature,
+    };
+    let policy: Box<dyn RoutePolicy> = match config.mode {
+        RouterMode::RoundRobin => Box::new(RoundRobin),
+        RouterMode::Random => Box::new(Random),
+        RouterMode::LeastLoaded => Box::new(LeastLoaded),
+        RouterMode::PowerOfTwo => Box::new(PowerOfTwo),
+        RouterMode::Kv => Box::new(KvPolicy { weights }),
+    };
+    RouterConfig {
+        policy,
+        // Events name blocks of tokens, and without a tokenizer there are none here.
+        kv_events: config.kv_events && model.is_some(),
+        model: model.unwrap_or_default(),
+        block_size: None,
+        kv_degrade: config.kv_degrade,
+        kv_events_required: config.kv_events_required,
+        kv_events_patience: EVENTS_PATIENCE,
+        ttl: config.ttl,
+        predicted_ttl: config.predicted_ttl,
+        index_bytes: config.index_bytes as usize / 2,
+        booking_lease: LEASE,
+        disagg: config.disagg,
+        max_decode_share: config.decode_blocks_threshold,
+        max_prefill_tokens: config.prefill_tokens_threshold.map(|tokens| tokens as u64),
     }
 }
