@@ -16,3 +16,4 @@ mod pressure;
 mod same_text;
 mod shutdown;
 mod start;
+mod status_page;

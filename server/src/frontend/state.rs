@@ -181,9 +181,14 @@ impl Front {
         if prefill && !usable(&|role| role == WorkerRole::Prefill) {
             return State::Degraded(format!("no prefill worker takes requests ({})", out.join("; ")));
         }
-        match out.is_empty() {
+        let alarms = self.router.workers().into_iter().filter_map(|status| {
+            let code = status.alarm?.as_str();
+            Some(format!("worker {}: {code}, its index is {}", status.record.url, status.index.as_str()))
+        });
+        let all: Vec<_> = out.into_iter().chain(alarms).collect();
+        match all.is_empty() {
             true => State::Ready,
-            false => State::Degraded(out.join("; ")),
+            false => State::Degraded(all.join("; ")),
         }
     }
 
