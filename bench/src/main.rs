@@ -9,6 +9,7 @@ mod client;
 mod demo;
 mod deployment;
 mod error;
+mod frontend;
 mod machine;
 mod prefix_hits;
 mod process;
@@ -16,6 +17,7 @@ mod profile;
 mod prometheus;
 mod prompts;
 mod report;
+mod routing;
 mod sample;
 mod serve_log;
 mod sse;
@@ -23,6 +25,7 @@ mod stats;
 mod table;
 mod transfers;
 mod ttft;
+mod workload;
 
 use std::process::ExitCode;
 
@@ -43,7 +46,9 @@ struct Args {
 enum Command {
     Ttft(ttft::Args),
     PrefixHits(prefix_hits::Args),
+    Routing(routing::Args),
     Profile(profile::Args),
+    Frontend(frontend::Args),
     Demo(demo::Args),
 }
 
@@ -69,6 +74,8 @@ async fn run(command: Command) -> Result<ExitCode> {
     match command {
         Command::Ttft(args) => Box::pin(ttft::run(args)).await?,
         Command::PrefixHits(args) => Box::pin(prefix_hits::run(args)).await?,
+        Command::Frontend(args) => Box::pin(frontend::run(args)).await?,
+        Command::Routing(args) => Box::pin(routing::run(args)).await?,
         Command::Profile(args) => Box::pin(profile::run(args)).await?,
         Command::Demo(args) => Box::pin(demo::run(args)).await?,
     }

@@ -9,6 +9,7 @@ use prometheus::Registry;
 
 use crate::args::Role;
 use crate::config::Config;
+use crate::discovery::WorkerRecord;
 use crate::error::ApiError;
 use crate::layers::HttpMetrics;
 use crate::link::server::LinkServer;
@@ -34,6 +35,8 @@ pub struct AppState {
     serving: OnceLock<Serving>,
     /// Takes links from decode workers; set on a prefill worker once it is loaded.
     pub link: OnceLock<Arc<LinkServer>>,
+    /// What this worker says of itself to frontends; set once it is loaded.
+    pub record: OnceLock<WorkerRecord>,
 }
 
 /// What is there once the model is loaded.
@@ -83,6 +86,7 @@ impl AppState {
             http_metrics,
             serving: OnceLock::new(),
             link: OnceLock::new(),
+            record: OnceLock::new(),
         }))
     }
 

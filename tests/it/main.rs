@@ -5,6 +5,8 @@ mod cancel;
 mod cases;
 mod faults;
 mod first_token;
+mod frontend;
+mod frontend_faults;
 mod golden;
 mod misfits;
 mod one_core;

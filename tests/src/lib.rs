@@ -7,6 +7,8 @@
 pub mod ask;
 pub mod client;
 pub mod cluster;
+pub mod fake;
+pub mod fleet;
 pub mod golden;
 pub mod metrics;
 pub mod process;

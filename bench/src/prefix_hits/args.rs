@@ -6,8 +6,8 @@ use clap::ValueEnum;
 use serde::Serialize;
 
 use super::report::Summary;
-use super::workload;
 use crate::error::{BenchError, Result};
+use crate::workload;
 
 /// Requests for each number of prefixes when --repeats is not given. A share near one half then has a standard error of
 /// 0.6 percentage points, so that a difference of three means something.

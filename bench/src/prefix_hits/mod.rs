@@ -4,7 +4,6 @@ mod args;
 mod counted;
 mod lru;
 mod report;
-mod workload;
 
 use std::time::Instant;
 
@@ -20,7 +19,7 @@ pub use args::Args;
 use counted::Counted;
 use lru::BlockLru;
 use report::{Outcome, Report, Summary};
-use workload::Workload;
+use crate::workload::Workload;
 
 /// Fewer different token ids could make two suffixes begin alike.
 const ALPHABET: usize = 32;

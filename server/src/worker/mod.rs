@@ -18,10 +18,13 @@ use self::compute::Compute;
 use crate::app::Worker;
 use crate::args::{self, Role};
 use crate::config::{Config, PeerUrl};
+use crate::discovery::WorkerRecord;
+use crate::discovery::record::{HASH_SCHEME, RECORD_VERSION};
 use crate::link::peers::Peers;
 use crate::link::server::LinkServer;
 use crate::link::{LinkContext, client};
 use crate::readiness::State;
+use crate::router::{WorkerId, WorkerRole};
 use crate::state::{AppState, Serving};
 use crate::text::Text;
 
@@ -65,13 +68,35 @@ pub fn load(config: &Config, state: &Arc<AppState>) -> anyhow::Result<Worker> {
         metadata: Vec::new(),
     };
     let linked = match config.role {
-        Role::Both => None,
+        Role::Both | Role::Frontend => None,
         Role::Prefill | Role::Decode => Some(transport::open(config, &pool, hello, events.clone())?),
     };
     let driver = linked.as_ref().map(|(driver, _)| driver.clone());
     let metrics = Arc::new(Metrics::new(&config.served_model_name));
     metrics.cache_config(config.block_size, pool.num_blocks(), pool.layout().dtype.as_str());
     let engine = service::spawn(Parts { config: core, info, metrics, runner, driver, kv_events: None }, events, queue);
+    let record = WorkerRecord {
+        version: RECORD_VERSION,
+        worker_id: format!("{incarnation:016x}"),
+        incarnation: WorkerId(incarnation),
+        role: match config.role {
+            Role::Prefill => WorkerRole::Prefill,
+            Role::Decode => WorkerRole::Decode,
+            Role::Both | Role::Frontend => WorkerRole::Both,
+        },
+        model: config.served_model_name.clone(),
+        url: format!("http://{}", config.listen),
+        block_size: Some(config.block_size as u32),
+        capacity_blocks: Some(pool.num_blocks() as u64),
+        max_model_len: Some(max_model_len as u64),
+        events: None,
+        hash_scheme: Some(HASH_SCHEME.to_owned()),
+        prefill_tokens_per_sec: None,
+        kv_transport: None,
+        draining: false,
+        labels: Default::default(),
+    };
+    state.record.set(record).expect("a process loads one model. This is a bug.");
     let serving = Serving { engine: engine.handle.clone(), text, defaults: files.generation.sampling };
     let tasks: Tasks = Arc::default();
     let ended = tasks.clone();
