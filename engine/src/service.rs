@@ -18,6 +18,7 @@ use crate::core::{Core, CoreConfig, Effect, Input, Submit, Written};
 use crate::event::Event;
 use crate::handle::{EngineHandle, EngineInfo, RequestId, Submission};
 use crate::handoff::PeerMessage;
+use crate::kv_events::{KvEventSink, KvSnapshot};
 use crate::metrics::Metrics;
 use crate::runner::Runner;
 
@@ -32,6 +33,8 @@ pub struct Parts {
     pub runner: Box<dyn Runner>,
     /// Moves KV; `None` where the engine has no peers.
     pub driver: Option<DriverHandle>,
+    /// Where changes of the prefix cache go, if anybody wants them.
+    pub kv_events: Option<KvEventSink>,
 }
 
 /// Both ends of an engine's event channel: the transfer driver needs the sending one before the engine starts.
@@ -69,10 +72,15 @@ pub fn spawn(parts: Parts, events: Sender<Event>, queue: Receiver<Event>) -> Eng
     let waiting = Arc::new(AtomicUsize::new(0));
     let alive = Arc::new(AtomicBool::new(true));
     let handle = EngineHandle::new(events, parts.info, parts.metrics.clone(), waiting.clone(), alive.clone());
+    let mut core = Core::new(parts.config);
+    if parts.kv_events.is_some() {
+        core.record_kv_events();
+    }
     let service = Service {
-        core: Core::new(parts.config),
+        core,
         runner: parts.runner,
         driver: parts.driver,
+        kv_events: parts.kv_events,
         metrics: parts.metrics,
         waiting,
         alive,
@@ -99,6 +107,7 @@ struct Service {
     core: Core,
     runner: Box<dyn Runner>,
     driver: Option<DriverHandle>,
+    kv_events: Option<KvEventSink>,
     metrics: Arc<Metrics>,
     /// Requests in the queue, shared with the handle that checks the limit.
     waiting: Arc<AtomicUsize>,
@@ -213,6 +222,7 @@ impl Service {
                 None => return,
             },
             Event::ResetPrefixCache => Input::ResetPrefixCache,
+            Event::KvSnapshot(reply) => return self.snapshot(reply),
             Event::Stop => {
                 self.stopping = true;
                 return;
@@ -280,6 +290,7 @@ impl Service {
         for effect in self.core.take_effects() {
             self.carry_out_one(effect);
         }
+        self.publish_kv_events();
         let core = &self.core;
         for (_, reply) in self.idle_waiters.extract_if(.., |(peer, _)| core.is_idle_for(*peer)) {
             // Whoever asked may have given up.
@@ -293,6 +304,21 @@ impl Service {
             if let Err(error) = driver.expect_traffic(usize::from(expected)) {
                 tracing::error!(%error, "the KV transfer thread is gone");
             }
+        }
+    }
+
+    fn publish_kv_events(&mut self) {
+        if let Some(sink) = &mut self.kv_events {
+            sink.publish(self.core.take_kv_events());
+        }
+    }
+
+    fn snapshot(&mut self, reply: oneshot::Sender<KvSnapshot>) {
+        self.publish_kv_events();
+        match &mut self.kv_events {
+            Some(sink) => sink.snapshot(self.core.kv_chains(), reply),
+            // Nothing is published that the snapshot could be compared with.
+            None => drop(reply.send(KvSnapshot { next_seq: 0, chains: self.core.kv_chains() })),
         }
     }
 

@@ -20,6 +20,7 @@ use crate::api::{Output, RequestError, SamplingParams, TokenId, Usage};
 use crate::event::PeerRole;
 use crate::handle::RequestId;
 use crate::handoff::{PeerMessage, TicketId, ToDecode, ToPrefill};
+use crate::kv_events::{KvChains, KvEvent};
 use crate::pool::{Account, BlockId, BlockPool};
 use crate::request::{NewRequest, Origin, Request, State};
 
@@ -224,6 +225,21 @@ impl Core {
     /// What the outside must do, in order.
     pub fn take_effects(&mut self) -> Vec<Effect> {
         std::mem::take(&mut self.effects)
+    }
+
+    /// From now on the prefix cache's changes are in [`Self::take_kv_events`].
+    pub fn record_kv_events(&mut self) {
+        self.pool.log.turn_on();
+    }
+
+    /// What happened in the prefix cache since the last call.
+    pub fn take_kv_events(&mut self) -> Vec<KvEvent> {
+        self.pool.log.take()
+    }
+
+    /// What is in the prefix cache.
+    pub fn kv_chains(&self) -> KvChains {
+        self.pool.chains()
     }
 
     pub fn account(&self) -> Account {

@@ -15,6 +15,7 @@ use super::recent::Recent;
 use super::request::Naming;
 use super::upstream::Upstream;
 use crate::error::ApiError;
+use crate::events::subscriber::follow;
 use crate::readiness::State;
 use crate::discovery::WorkerRecord;
 use crate::router::policies::{KvPolicy, KvWeights, LeastLoaded, PowerOfTwo, Random, RoundRobin};
@@ -30,6 +31,8 @@ pub struct Front {
     pub config: FrontendConfig,
     pub fleet: Fleet,
     pub upstream: Upstream,
+    /// For what is not on the way of requests: snapshots, discovery.
+    pub http: reqwest::Client,
     pub metrics: Arc<FrontMetrics>,
     pub recent: Arc<Recent>,
     pub router: Arc<Router>,
@@ -52,6 +55,7 @@ impl Front {
             app,
             fleet: Fleet::default(),
             upstream: Upstream::new(),
+            http: http_client(),
             metrics,
             recent: Arc::default(),
             router: Router::new(router_config(&config, model.clone())),
@@ -222,7 +226,7 @@ impl Front {
         let shared = Arc::new(record.clone());
         self.router.join(record)?;
         self.router.set_speeds(id, worker.sample().speeds());
-        if events && self.config.kv_events && self.router.uses_overlap() {
+        if events && self.follows_events() {
             self.follow(id, shared);
         }
         Ok(())
@@ -235,6 +239,11 @@ impl Front {
         }
     }
 
+    /// Events are of use here: the mode looks at overlap, they were not turned off, and blocks are of tokens.
+    fn follows_events(&self) -> bool {
+        self.config.kv_events && self.model.is_some() && self.router.uses_overlap()
+    }
+
     fn forget(&self, id: WorkerId) {
         self.router.leave(id);
         if let Some(follower) = self.followers().remove(&id) {
@@ -242,13 +251,23 @@ impl Front {
         }
     }
 
+    /// Follows a process's events from now on, unless they are followed already.
     fn follow(&self, id: WorkerId, record: Arc<WorkerRecord>) {
-        let _ = (id, record);
+        let mut followers = self.followers();
+        if followers.get(&id).is_none_or(AbortHandle::is_finished) {
+            let task = tokio::spawn(follow(self.router.clone(), record, self.http.clone()));
+            followers.insert(id, task.abort_handle());
+        }
     }
 
     fn followers(&self) -> MutexGuard<'_, HashMap<WorkerId, AbortHandle>> {
         self.followers.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+fn http_client() -> reqwest::Client {
+    let client = reqwest::Client::builder().no_proxy().build();
+    client.expect("a client without proxies and TLS needs nothing from the system. This is a bug.")
 }
 
 /// How long after a booking's last sign of life it is given up; above any gap between two tokens.

@@ -58,6 +58,8 @@ struct Entry {
     condition: Condition,
     /// Why it cannot be used at all.
     misfit: Option<String>,
+    /// The same, by what its events said: its record cannot mend that.
+    refused: Option<String>,
     source: Source,
     /// What the index could not follow, since it joined.
     orphans: u64,
@@ -75,6 +77,7 @@ struct State {
     bookings: Bookings,
     turn: u64,
     expired_bookings: u64,
+    gaps: u64,
 }
 
 /// Picks workers; one for the process.
@@ -151,6 +154,8 @@ pub struct Sizes {
     pub recent_bytes: usize,
     pub open_bookings: usize,
     pub expired_bookings: u64,
+    /// Times that events were missed.
+    pub event_gaps: u64,
 }
 
 impl Router {
@@ -163,6 +168,7 @@ impl Router {
             bookings: Bookings::new(config.booking_lease),
             turn: 0,
             expired_bookings: 0,
+            gaps: 0,
         };
         Arc::new(Self { config, started: Instant::now(), state: Mutex::new(state) })
     }
@@ -174,6 +180,11 @@ impl Router {
     /// False if nobody looks at overlap: prompts need not be hashed.
     pub fn uses_overlap(&self) -> bool {
         self.config.policy.uses_overlap()
+    }
+
+    /// True if workers' events should be followed.
+    pub fn wants_events(&self) -> bool {
+        self.uses_overlap() && self.config.kv_events
     }
 
     /// Tokens in a block of the cluster.
@@ -193,9 +204,10 @@ impl Router {
         };
         let old: Vec<_> = state.workers.iter().filter_map(old).collect();
         old.into_iter().for_each(|other| state.forget(other));
-        let misfit = self.misfit(&state, &record);
         let publishes = record.events.is_some();
         let known = state.workers.get(&id);
+        let refused = known.and_then(|entry| entry.refused.clone());
+        let misfit = refused.clone().or_else(|| self.misfit(&state, &record));
         let source = match known.filter(|entry| entry.record.events.is_some() == publishes) {
             Some(entry) => entry.source.clone(),
             None => {
@@ -224,7 +236,7 @@ impl Router {
             tracing::error!(worker = %id, url = record.url, reason, "a worker does not fit and gets no requests");
         }
         let record = Arc::new(record);
-        state.workers.insert(id, Entry { record, condition, misfit, source, orphans, requests, speeds });
+        state.workers.insert(id, Entry { record, condition, misfit, refused, source, orphans, requests, speeds });
         outcome
     }
 
@@ -295,6 +307,7 @@ impl Router {
             recent_bytes: state.recent.bytes(),
             open_bookings: state.bookings.num_open(),
             expired_bookings: state.expired_bookings,
+            event_gaps: state.gaps,
         }
     }
 
@@ -383,6 +396,27 @@ impl Router {
             }
         }
         applied
+    }
+
+    /// A worker turned out not to fit after it had joined.
+    pub fn refuse(&self, worker: WorkerId, reason: String) {
+        let mut state = self.lock();
+        let Some(entry) = state.workers.get_mut(&worker) else { return };
+        tracing::error!(%worker, url = entry.record.url, reason, "a worker does not fit and gets no requests");
+        entry.misfit = Some(reason.clone());
+        entry.refused = Some(reason);
+        entry.condition = Condition::Refused;
+        state.exact.clear(worker);
+    }
+
+    /// Batches of events that were missed and had to be asked for again, of all workers.
+    pub fn count_gap(&self) {
+        self.lock().gaps += 1;
+    }
+
+    /// Blocks that the worker's events could not place so far.
+    pub fn orphans(&self, worker: WorkerId) -> u64 {
+        self.lock().workers.get(&worker).map_or(0, |entry| entry.orphans)
     }
 
     /// Blocks of a worker that could not be placed because their parent is unknown.

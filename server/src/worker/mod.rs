@@ -74,7 +74,7 @@ pub fn load(config: &Config, state: &Arc<AppState>) -> anyhow::Result<Worker> {
     let driver = linked.as_ref().map(|(driver, _)| driver.clone());
     let metrics = Arc::new(Metrics::new(&config.served_model_name));
     metrics.cache_config(config.block_size, pool.num_blocks(), pool.layout().dtype.as_str());
-    let engine = service::spawn(Parts { config: core, info, metrics, runner, driver }, events, queue);
+    let engine = service::spawn(Parts { config: core, info, metrics, runner, driver, kv_events: None }, events, queue);
     let record = WorkerRecord {
         version: RECORD_VERSION,
         worker_id: format!("{incarnation:016x}"),

@@ -1,12 +1,14 @@
 //! Random requests, faults and orders of events.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use super::super::*;
 use super::world::*;
+use crate::hash;
+use crate::kv_events::KvEvent;
 
 /// Prompts that share prefixes of many lengths.
 fn prompt(rng: &mut StdRng) -> Vec<TokenId> {
@@ -29,6 +31,10 @@ fn run(seed: u64, faults: bool, d_blocks: usize, p_blocks: usize) -> Counters {
         wanted.insert(RequestId(id), (prompt, max_tokens));
         for _ in 0..rng.random_range(0..60) {
             world.happen(&mut rng, faults);
+            if rng.random_range(0..200) == 0 {
+                world.d.apply(Input::ResetPrefixCache);
+                world.carry_out();
+            }
             if rng.random_range(0..150) == 0 {
                 let victim = RequestId(rng.random_range(0..=id));
                 world.d.apply(Input::Abort(victim));
@@ -74,7 +80,33 @@ fn run(seed: u64, faults: bool, d_blocks: usize, p_blocks: usize) -> Counters {
         let account = worker.core.account();
         assert_eq!(account.free + account.cached, worker.core.config.num_blocks, "seed {seed}: {account:?}");
     }
+    check_kv_events(&mut world.d.core, seed);
+    check_kv_events(&mut world.p.core, seed);
     world.d.core.counters()
+}
+
+/// Whoever hears all events knows what is in the prefix cache, and can name each block from its tokens.
+fn check_kv_events(core: &mut Core, seed: u64) {
+    let mut heard = HashSet::new();
+    for event in core.take_kv_events() {
+        match event {
+            KvEvent::Stored { parent, hashes, tokens, cache_salt } => {
+                assert_eq!((tokens.len(), cache_salt), (hashes.len() * BLOCK, None), "seed {seed}");
+                let mut last = parent.unwrap_or(hash::root(None));
+                for (hash, block) in hashes.iter().zip(tokens.chunks(BLOCK)) {
+                    last = hash::chain(last, block);
+                    assert_eq!(last, *hash, "seed {seed}: the name does not follow from parent and tokens");
+                    assert!(heard.insert(last), "seed {seed}: stored twice");
+                }
+            }
+            KvEvent::Removed(hashes) => {
+                hashes.iter().for_each(|hash| assert!(heard.remove(hash), "seed {seed}: removed, never stored"));
+            }
+            KvEvent::Cleared => heard.clear(),
+        }
+    }
+    let held: HashSet<_> = core.kv_chains().into_iter().flat_map(|(_, chain)| chain).collect();
+    assert_eq!(heard, held, "seed {seed}");
 }
 
 #[test]

@@ -66,8 +66,10 @@ pub(super) struct Worker {
 
 impl Worker {
     pub(super) fn new(num_blocks: usize, first_ticket: u64) -> Self {
+        let mut core = Core::new(config(num_blocks, first_ticket));
+        core.record_kv_events();
         Self {
-            core: Core::new(config(num_blocks, first_ticket)),
+            core,
             memory: vec![u64::MAX; num_blocks * BLOCK],
             now: Duration::ZERO,
         }
