@@ -206,6 +206,12 @@ impl Answer {
     }
 }
 
+/// The JSON at `url`.
+pub async fn get_json<T: DeserializeOwned>(url: &str) -> Result<T> {
+    let client = Client::new("");
+    client.json(client.http.get(url), url).await
+}
+
 fn http_error(url: &str) -> impl FnOnce(reqwest::Error) -> BenchError {
     let url = url.to_owned();
     // The address is in our own message.

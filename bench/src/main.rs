@@ -9,13 +9,16 @@ mod client;
 mod demo;
 mod deployment;
 mod error;
+mod frontend;
 mod machine;
 mod prefix_hits;
 mod process;
 mod profile;
 mod prometheus;
 mod prompts;
+mod replay;
 mod report;
+mod routing;
 mod sample;
 mod serve_log;
 mod sse;
@@ -23,6 +26,7 @@ mod stats;
 mod table;
 mod transfers;
 mod ttft;
+mod workload;
 
 use std::process::ExitCode;
 
@@ -43,7 +47,10 @@ struct Args {
 enum Command {
     Ttft(ttft::Args),
     PrefixHits(prefix_hits::Args),
+    Routing(routing::Args),
+    Replay(replay::Args),
     Profile(profile::Args),
+    Frontend(frontend::Args),
     Demo(demo::Args),
 }
 
@@ -69,6 +76,9 @@ async fn run(command: Command) -> Result<ExitCode> {
     match command {
         Command::Ttft(args) => Box::pin(ttft::run(args)).await?,
         Command::PrefixHits(args) => Box::pin(prefix_hits::run(args)).await?,
+        Command::Frontend(args) => Box::pin(frontend::run(args)).await?,
+        Command::Routing(args) => Box::pin(routing::run(args)).await?,
+        Command::Replay(args) => Box::pin(replay::run(args)).await?,
         Command::Profile(args) => Box::pin(profile::run(args)).await?,
         Command::Demo(args) => Box::pin(demo::run(args)).await?,
     }

@@ -68,6 +68,11 @@ impl Process {
         &self.url
     }
 
+    /// The process's number, while it runs.
+    pub fn id(&self) -> Option<u32> {
+        self.child.id()
+    }
+
     /// What it has logged so far.
     pub fn log(&self) -> String {
         String::from_utf8_lossy(&std::fs::read(&self.log).unwrap_or_default()).into_owned()

@@ -14,7 +14,7 @@ use crate::error::{BenchError, Result};
 const DISTINCT_WITHIN: usize = 8;
 
 /// Common words; what the text says does not matter, that it is made of usual tokens does.
-const WORDS: &[&str] = &[
+pub const WORDS: &[&str] = &[
     "the", "a", "of", "to", "and", "in", "is", "it", "for", "with", "on", "as", "was", "by", "at", "from",
     "or", "an", "be", "this", "that", "which", "one", "time", "house", "water", "light", "river", "morning",
     "story", "letter", "ship", "road", "garden", "window", "friend", "winter", "paper", "answer", "question",

@@ -44,7 +44,14 @@ pub fn chain(parent: BlockHash, tokens: &[TokenId]) -> BlockHash {
 
 /// The same for a block of other content than tokens.
 pub fn chain_bytes(parent: BlockHash, content: &[u8]) -> BlockHash {
-    chain_long(parent, std::iter::once(content))
+    let end = content.len() + 16;
+    if end > SHORT {
+        return chain_long(parent, std::iter::once(content));
+    }
+    let mut bytes = [0_u8; SHORT];
+    bytes[..16].copy_from_slice(&parent.0.to_le_bytes());
+    bytes[16..end].copy_from_slice(content);
+    BlockHash(xxh3_128_with_seed(&bytes[..end], SEED))
 }
 
 /// Up to this many bytes XXH3 needs no secret made from the seed, and hashing in one piece is several times faster.

@@ -6,6 +6,7 @@ use clap::{Parser, ValueEnum};
 
 use transfer::faulty::Faults;
 
+use crate::frontend::args::FrontendArgs;
 use crate::size::ByteSize;
 
 const MODEL: &str = "Model";
@@ -20,14 +21,15 @@ const DIAGNOSTICS: &str = "Diagnostics";
 /// One process:   serve --model Qwen/Qwen3-0.6B
 /// Two workers:   serve --role prefill --port 8001 --model M
 ///                serve --role decode  --port 8000 --model M --prefill http://127.0.0.1:8001
+/// Many workers:  serve --role frontend --port 8000 --model M --worker-urls http://a:8001 http://b:8001
 #[derive(Clone, Debug, Parser)]
 #[command(name = "serve", version, verbatim_doc_comment)]
 pub struct Args {
-    /// What this worker does: prompts and answers (both), prompts only, or answers.
+    /// What this process does: prompts and answers (both), prompts only, answers, or sending requests to workers (frontend).
     #[arg(long, value_enum, default_value_t = Role::Both, help_heading = DISAGG)]
     pub role: Role,
-    /// A prefill worker's address, such as http://127.0.0.1:8001; repeat it for several. Only with --role
-    /// decode, which computes prompts itself when there is none.
+    /// A prefill worker's address, such as http://127.0.0.1:8001; repeat it for several. With --role decode, which
+    /// computes prompts itself when there is none, or --role frontend.
     #[arg(long, value_name = "URL", help_heading = DISAGG)]
     pub prefill: Vec<String>,
     /// How KV moves between workers: tcp, shm, cuda_ipc or rdma (NIXL over UCX), the same after `ucx:` (UCX without
@@ -60,9 +62,9 @@ pub struct Args {
     pub kv_advertise_host: Option<String>,
 
     /// A folder with config.json and weights, a Hugging Face id such as Qwen/Qwen3-0.6B, or `demo`, the tiny
-    /// model that comes with the source.
+    /// model that comes with the source. A frontend needs only its tokenizer, and does without when none is named.
     #[arg(long, value_name = "PATH|ID|demo", help_heading = MODEL)]
-    pub model: String,
+    pub model: Option<String>,
     /// The name clients use in `model`; --model's value when not given.
     #[arg(long, value_name = "NAME", help_heading = MODEL)]
     pub served_model_name: Option<String>,
@@ -134,6 +136,9 @@ pub struct Args {
     #[arg(long, value_name = "SIZE", help_heading = KV_CACHE)]
     pub kv_cache_memory_bytes: Option<ByteSize>,
 
+    #[command(flatten)]
+    pub frontend: FrontendArgs,
+
     /// What to log, to stderr: a level, or filters such as info,engine=debug.
     #[arg(long, env = "KVFERRY_LOG", value_name = "FILTER", default_value = "info", help_heading = DIAGNOSTICS)]
     pub log_level: String,
@@ -157,6 +162,8 @@ pub enum Role {
     Prefill,
     /// Answers requests; gets prompt KV from prefill workers.
     Decode,
+    /// Sends requests to workers; has no weights.
+    Frontend,
 }
 
 /// What to do when KV does not arrive.
@@ -216,6 +223,7 @@ impl Role {
             Role::Both => "both",
             Role::Prefill => "prefill",
             Role::Decode => "decode",
+            Role::Frontend => "frontend",
         }
     }
 

@@ -94,15 +94,27 @@ pub enum ConfigError {
     Model { value: String, source: ModelError },
     #[error("--kv-transport: {0}")]
     Transport(transfer::TransferError),
-    #[error("--prefill is {value:?}, but --role is {}: only --role decode takes prefill workers", role.as_str())]
+    #[error("--prefill is {value:?}, but --role is {}: only --role decode and frontend take prefill workers", role.as_str())]
     PrefillNeedsDecode { value: String, role: Role },
+    #[error("--{flag} is {value:?}, but --role is {}: only --role frontend takes it", role.as_str())]
+    NeedsFrontend { flag: &'static str, value: String, role: Role },
+    #[error("--model is missing, expected a folder, a Hugging Face id or demo: only --role frontend does without")]
+    NoModel,
+    #[error("KV events need --model: they name blocks of tokens, which only the model's tokenizer can make")]
+    EventsNeedModel,
 }
 
 impl Config {
     /// Checks what the command line's grammar cannot. `var` reads the environment, for where models come from.
     pub fn from_args(args: Args, var: impl Fn(&str) -> Option<String>) -> Result<Self, ConfigError> {
         let model_source = SourceOptions::from_vars(var);
-        check_model(&args.model, &model_source)?;
+        let model = args.model.ok_or(ConfigError::NoModel)?;
+        check_model(&model, &model_source)?;
+        for (flag, urls) in [("worker-url", &args.frontend.worker_url), ("decode", &args.frontend.decode)] {
+            if let Some(value) = urls.first().cloned() {
+                return Err(ConfigError::NeedsFrontend { flag, value, role: args.role });
+            }
+        }
         let kv_cache = match (args.num_kv_blocks, args.kv_cache_memory_bytes) {
             (Some(blocks), _) => KvCacheSize::Blocks(blocks),
             (None, Some(bytes)) => KvCacheSize::Bytes(bytes),
@@ -124,8 +136,8 @@ impl Config {
         };
         Ok(Self {
             role: args.role,
-            served_model_name: served_name(args.served_model_name, &args.model)?,
-            model: args.model,
+            served_model_name: served_name(args.served_model_name, &model)?,
+            model,
             model_source,
             listen: listen_address(&args.host, args.port)?,
             port_file: args.port_file,
@@ -161,7 +173,7 @@ impl Config {
     }
 }
 
-fn bad(flag: &'static str, value: impl fmt::Display, expected: String) -> ConfigError {
+pub(crate) fn bad(flag: &'static str, value: impl fmt::Display, expected: String) -> ConfigError {
     ConfigError::BadValue { flag, value: value.to_string(), expected }
 }
 
@@ -175,7 +187,7 @@ fn check_transport(args: &Args) -> Result<(), ConfigError> {
     transfer::registry::check_name(&asked).map_err(ConfigError::Transport)
 }
 
-fn served_name(given: Option<String>, model: &str) -> Result<String, ConfigError> {
+pub(crate) fn served_name(given: Option<String>, model: &str) -> Result<String, ConfigError> {
     match given {
         Some(name) if name.trim().is_empty() => Err(bad("served-model-name", name, "a name".into())),
         Some(name) => Ok(name),
@@ -185,7 +197,7 @@ fn served_name(given: Option<String>, model: &str) -> Result<String, ConfigError
 
 /// Finds a name that can never be a model before anything is started. What is not in the hub's cache may still be
 /// downloaded, which is not tried here.
-fn check_model(model: &str, source: &SourceOptions) -> Result<(), ConfigError> {
+pub(crate) fn check_model(model: &str, source: &SourceOptions) -> Result<(), ConfigError> {
     let mut offline = source.clone();
     offline.hub.offline = true;
     match models::resolve(model, &offline) {
@@ -194,7 +206,7 @@ fn check_model(model: &str, source: &SourceOptions) -> Result<(), ConfigError> {
     }
 }
 
-fn listen_address(host: &str, port: u16) -> Result<SocketAddr, ConfigError> {
+pub(crate) fn listen_address(host: &str, port: u16) -> Result<SocketAddr, ConfigError> {
     let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
     let found = (bare, port).to_socket_addrs().ok().and_then(|mut addresses| addresses.next());
     found.ok_or_else(|| bad("host", host, "an IP address or a host name that resolves".into()))
@@ -206,7 +218,7 @@ fn prefill_peers(role: Role, urls: &[String]) -> Result<Vec<PeerUrl>, ConfigErro
     }
     let mut peers = Vec::new();
     for url in urls {
-        let peer = peer_url(url)?;
+        let peer = peer_url("prefill", url)?;
         if peers.contains(&peer) {
             return Err(bad("prefill", url, "each prefill worker once".into()));
         }
@@ -215,7 +227,7 @@ fn prefill_peers(role: Role, urls: &[String]) -> Result<Vec<PeerUrl>, ConfigErro
     Ok(peers)
 }
 
-fn peer_url(url: &str) -> Result<PeerUrl, ConfigError> {
+pub(crate) fn peer_url(flag: &'static str, url: &str) -> Result<PeerUrl, ConfigError> {
     let parse = || {
         let uri: Uri = url.parse().ok()?;
         let plain = uri.scheme_str() == Some("http") && uri.path() == "/" && uri.query().is_none();
@@ -224,7 +236,7 @@ fn peer_url(url: &str) -> Result<PeerUrl, ConfigError> {
         plain.then_some(PeerUrl { host, port })
     };
     parse()
-        .ok_or_else(|| bad("prefill", url, "a URL with host and port, such as http://127.0.0.1:8001".into()))
+        .ok_or_else(|| bad(flag, url, "a URL with host and port, such as http://127.0.0.1:8001".into()))
 }
 
 impl fmt::Display for PeerUrl {
@@ -277,7 +289,7 @@ mod tests {
         let cases: &[(&[&str], &str)] = &[
             (
                 &["--model", "demo", "--prefill", "http://a:1"],
-                "--prefill is \"http://a:1\", but --role is both: only --role decode takes prefill workers",
+                "--prefill is \"http://a:1\", but --role is both: only --role decode and frontend take prefill workers",
             ),
             (
                 &["--model", "/no/such/dir"],

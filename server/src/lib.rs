@@ -13,6 +13,8 @@ pub mod args;
 pub mod config;
 pub mod discovery;
 pub mod error;
+pub mod events;
+pub mod frontend;
 pub mod http;
 pub mod layers;
 pub mod link;

@@ -6,8 +6,9 @@ use std::process::ExitCode;
 
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser};
-use server::args::Args;
+use server::args::{Args, Role};
 use server::config::Config;
+use server::frontend;
 use tracing_subscriber::EnvFilter;
 
 fn main() -> ExitCode {
@@ -20,9 +21,18 @@ fn main() -> ExitCode {
         .with_writer(std::io::stderr)
         .with_ansi(std::io::stderr().is_terminal())
         .init();
-    let config = Config::from_args(args, |name| std::env::var(name).ok())
-        .unwrap_or_else(|error| exit(error.to_string()));
-    match server::app::run(config, server::link::server::routes, server::worker::load) {
+    let var = |name: &str| std::env::var(name).ok();
+    let ended = match args.role {
+        Role::Frontend => {
+            let config = frontend::Config::from_args(args, var).unwrap_or_else(|error| exit(error.to_string()));
+            frontend::run(config)
+        }
+        Role::Both | Role::Prefill | Role::Decode => {
+            let config = Config::from_args(args, var).unwrap_or_else(|error| exit(error.to_string()));
+            server::app::run(config, server::link::server::routes, server::worker::load)
+        }
+    };
+    match ended {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {}", report(&error));

@@ -10,6 +10,7 @@ use engine::event::Event;
 use prometheus::{Encoder, TextEncoder};
 use serde_json::{Value, json};
 
+use crate::discovery::WorkerRecord;
 use crate::error::ApiError;
 use crate::state::{AppState, Handoffs};
 
@@ -17,12 +18,23 @@ use crate::state::{AppState, Handoffs};
 pub async fn health(State(state): State<Arc<AppState>>) -> Response {
     let readiness = state.readiness.get();
     let status = if readiness.serves() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-    let mut body =
-        json!({ "status": readiness.label(), "reason": readiness.reason(), "role": state.role.as_str() });
+    let mut body = json!({
+        "status": readiness.label(),
+        "reason": readiness.reason(),
+        "role": state.role.as_str(),
+        "incarnation": state.record.get().map(|record| record.incarnation),
+    });
     if let Some(Handoffs::Fetches { peers, .. }) = state.kv.get() {
         body["prefill"] = peers.details().into();
     }
     (status, Json(body)).into_response()
+}
+
+/// What this worker says of itself to frontends; 503 until it is loaded.
+pub async fn worker(State(state): State<Arc<AppState>>) -> Result<Json<WorkerRecord>, ApiError> {
+    let record = state.record.get().ok_or_else(|| ApiError::unavailable("the model is being loaded"))?;
+    let draining = state.readiness.get() == crate::readiness::State::Draining;
+    Ok(Json(WorkerRecord { draining, ..record.clone() }))
 }
 
 /// 200 as long as the process answers.

@@ -28,6 +28,7 @@ pub fn router(state: Arc<AppState>, more: Router) -> Router {
         .route("/live", get(ops::live))
         .route("/ping", get(ops::live).post(ops::live))
         .route("/version", get(ops::version))
+        .route(crate::frontend::probe::INFO_PATH, get(ops::worker))
         .route("/metrics", get(ops::metrics))
         .route("/reset_prefix_cache", post(ops::reset_prefix_cache))
         .merge(generation)
@@ -39,7 +40,7 @@ pub fn router(state: Arc<AppState>, more: Router) -> Router {
     routes.merge(more).layer(from_fn_with_state(state, layers::observe))
 }
 
-async fn no_route(method: Method, uri: Uri) -> ApiError {
+pub(crate) async fn no_route(method: Method, uri: Uri) -> ApiError {
     ApiError::not_found(format!(
         "there is no {} {}",
         shown(&method.as_str().into()),
@@ -47,7 +48,7 @@ async fn no_route(method: Method, uri: Uri) -> ApiError {
     ))
 }
 
-async fn no_method(method: Method, uri: Uri) -> ApiError {
+pub(crate) async fn no_method(method: Method, uri: Uri) -> ApiError {
     let message = format!("{} does not take {}", shown(&uri.path().into()), shown(&method.as_str().into()));
     ApiError::new(StatusCode::METHOD_NOT_ALLOWED, message)
 }

@@ -9,6 +9,7 @@ use prometheus::Registry;
 
 use crate::args::Role;
 use crate::config::Config;
+use crate::discovery::WorkerRecord;
 use crate::error::ApiError;
 use crate::layers::HttpMetrics;
 use crate::link::demand::Demand;
@@ -40,6 +41,8 @@ pub struct AppState {
     pub kv: OnceLock<Handoffs>,
     /// The port that was really taken.
     pub port: OnceLock<u16>,
+    /// What this worker says of itself to frontends; set once it is loaded.
+    pub record: OnceLock<WorkerRecord>,
 }
 
 /// A worker's part in handoffs that an outside proxy arranges.
@@ -99,6 +102,7 @@ impl AppState {
             link: OnceLock::new(),
             kv: OnceLock::new(),
             port: OnceLock::new(),
+            record: OnceLock::new(),
         }))
     }
 

@@ -90,6 +90,18 @@ impl Client {
         Ok((status, response.json().await.map_err(broken)?))
     }
 
+    /// Status, headers and text of a POST.
+    pub async fn exchange(&self, ask: &Ask) -> Result<(u16, Vec<(String, String)>, String), Failure> {
+        let request = self.http.post(format!("{}{}", self.base, ask.path)).json(&ask.body);
+        let response = request.timeout(ANSWER).send().await.map_err(broken)?;
+        let status = response.status().as_u16();
+        let header = |(name, value): (&reqwest::header::HeaderName, &reqwest::header::HeaderValue)| {
+            (name.to_string(), String::from_utf8_lossy(value.as_bytes()).into_owned())
+        };
+        let headers = response.headers().iter().map(header).collect();
+        Ok((status, headers, response.text().await.map_err(broken)?))
+    }
+
     /// Status and text of a GET.
     pub async fn get(&self, path: &str) -> Result<(u16, String), Failure> {
         let request = self.http.get(format!("{}{path}", self.base)).timeout(SETTLE);

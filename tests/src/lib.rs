@@ -7,7 +7,9 @@
 pub mod ask;
 pub mod client;
 pub mod cluster;
+pub mod fake;
 pub mod faults;
+pub mod fleet;
 pub mod golden;
 pub mod metrics;
 pub mod process;

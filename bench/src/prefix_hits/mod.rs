@@ -4,7 +4,7 @@ mod args;
 mod counted;
 mod lru;
 mod report;
-mod workload;
+mod routed;
 
 use std::time::Instant;
 
@@ -20,7 +20,7 @@ pub use args::Args;
 use counted::Counted;
 use lru::BlockLru;
 use report::{Outcome, Report, Summary};
-use workload::Workload;
+use crate::workload::Workload;
 
 /// Fewer different token ids could make two suffixes begin alike.
 const ALPHABET: usize = 32;
@@ -28,6 +28,9 @@ const ALPHABET: usize = 32;
 /// Measures, prints, and fails if a check does.
 pub async fn run(args: Args) -> Result<()> {
     args.check()?;
+    if args.router.is_some() {
+        return routed::run(args).await;
+    }
     let (began, load_before) = (Instant::now(), machine::load());
     let mut launcher = Launcher::new(&args.model, &args.serve_args())?;
     let mut workers = Vec::new();

@@ -1,12 +1,21 @@
 //! Who is there: workers say so themselves, frontends listen.
 //!
 //! * [`record`]: what a worker says of itself.
-//! * backends: `file` (a folder), `etcd`, `kubernetes` (EndpointSlices), `fixed` (flags).
+//! * backends: [`file`] (a folder), [`etcd`], [`kubernetes`] (EndpointSlices). Workers given by flags need none.
 //!
 //! Invariants: a record lives as long as its lease is renewed; a bad record is skipped and counted and changes nothing
 //! for the others; a worker removes nothing but its own record.
 
+pub mod etcd;
+pub mod file;
+pub mod kubernetes;
+mod lines;
 pub mod record;
+mod roster;
+mod scan;
+mod store;
+#[cfg(test)]
+mod tests;
 
 use std::fmt::Debug;
 
@@ -15,6 +24,7 @@ use tokio::sync::mpsc::Receiver;
 
 use crate::router::WorkerId;
 pub use record::{EventEndpoints, WorkerRecord};
+pub use store::is_worker_id;
 
 /// Something that happened to the set of workers.
 #[derive(Clone, Debug, PartialEq)]

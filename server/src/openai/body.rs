@@ -1,6 +1,7 @@
 //! A request's body: JSON, or a 400 that says what is wrong with it.
 
 use axum::body::Bytes;
+use axum::extract::rejection::BytesRejection;
 use axum::extract::{FromRequest, Request};
 use axum::http::{HeaderMap, StatusCode, header};
 use serde_json::Value;
@@ -19,19 +20,24 @@ impl<S: Send + Sync> FromRequest<S> for JsonBody {
 
     async fn from_request(request: Request, state: &S) -> Result<Self, ApiError> {
         check_content_type(request.headers())?;
-        let bytes =
-            Bytes::from_request(request, state).await.map_err(|rejection| match rejection.status() {
-                StatusCode::PAYLOAD_TOO_LARGE => {
-                    let message = format!("the body is larger than {} MiB", MAX_BODY_BYTES >> 20);
-                    ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, message)
-                }
-                _ => ApiError::bad_request("the body could not be read"),
-            })?;
+        let bytes = Bytes::from_request(request, state).await.map_err(body_error)?;
         parse(&bytes).map(JsonBody)
     }
 }
 
-fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
+/// Why a body could not be read.
+pub fn body_error(rejection: BytesRejection) -> ApiError {
+    match rejection.status() {
+        StatusCode::PAYLOAD_TOO_LARGE => {
+            let message = format!("the body is larger than {} MiB", MAX_BODY_BYTES >> 20);
+            ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, message)
+        }
+        _ => ApiError::bad_request("the body could not be read"),
+    }
+}
+
+/// 400 unless the body is said to be JSON.
+pub fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
     let found = headers.get(header::CONTENT_TYPE).and_then(|kind| kind.to_str().ok()).unwrap_or_default();
     let media_type = found.split(';').next().unwrap_or_default().trim();
     if media_type.eq_ignore_ascii_case("application/json") {
@@ -41,7 +47,8 @@ fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
     Err(ApiError::bad_request(message))
 }
 
-fn parse(bytes: &[u8]) -> Result<Fields, ApiError> {
+/// The object that `bytes` are; 400 says what they are instead.
+pub fn parse(bytes: &[u8]) -> Result<Fields, ApiError> {
     if bytes.is_empty() {
         return Err(ApiError::bad_request("the body is empty, expected a JSON object"));
     }

@@ -27,5 +27,7 @@ mod timeline;
 pub mod tokenize;
 mod unsupported;
 
-pub use body::MAX_BODY_BYTES;
-pub use prompt::Prompt;
+pub use body::{MAX_BODY_BYTES, body_error, check_content_type, parse as parse_object};
+pub use fields::Fields;
+pub use prompt::{Prompt, take_prompts};
+pub use response::Api;

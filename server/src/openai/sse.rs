@@ -17,6 +17,7 @@ use super::kv_transfer::Extras;
 use super::options::StreamOptions;
 use super::response::Envelope;
 use crate::error::ApiError;
+use crate::frontend::headers::CACHED_TOKENS;
 use crate::shutdown::{Drain, Running};
 use crate::state::AppState;
 
@@ -38,6 +39,7 @@ pub async fn respond(
         Some(Update { piece: Err(error), .. }) => return Err(error.into()),
         first => first,
     };
+    let cached = first.as_ref().map_or(0, |update| update.share.cached_tokens);
     let cut = Box::pin(drain.cut());
     let running = drain.enter();
     let events = Events { envelope, options, extras, updates, first, opened, shares, cut, running };
@@ -46,7 +48,9 @@ pub async fn respond(
         let (bytes, more) = events.next().await;
         Some((Ok::<_, Infallible>(bytes), more.then_some(events)))
     });
-    let headers = [(header::CONTENT_TYPE, EVENT_STREAM), (header::CACHE_CONTROL, NO_CACHE)];
+    // A frontend compares it with what it expected, without reading the events.
+    let cached = (CACHED_TOKENS, HeaderValue::from(cached));
+    let headers = [(header::CONTENT_TYPE, EVENT_STREAM), (header::CACHE_CONTROL, NO_CACHE), cached];
     Ok((headers, Body::from_stream(body)).into_response())
 }
 

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 
 use super::bookings::{BookingId, Bookings, Order};
+use super::disagg::{self, DisaggPolicy, Estimate, Side, Speeds};
 use super::index::{ExactIndex, RecentIndex, recent::Used};
 use super::policy::{Choice, Draw, NoWorker, RoutePolicy};
 use super::prompt::Prompt;
@@ -40,6 +41,12 @@ pub struct RouterConfig {
     pub index_bytes: usize,
     /// A booking that nobody ends is given up after this long without a sign of life.
     pub booking_lease: Duration,
+    /// `--disagg-policy`
+    pub disagg: DisaggPolicy,
+    /// `--active-decode-blocks-threshold`: share of its blocks above which a worker gets no further requests.
+    pub max_decode_share: Option<f64>,
+    /// `--active-prefill-tokens-threshold`: prompt tokens above which a worker gets no further requests.
+    pub max_prefill_tokens: Option<u64>,
 }
 
 /// Until a worker says otherwise.
@@ -51,10 +58,13 @@ struct Entry {
     condition: Condition,
     /// Why it cannot be used at all.
     misfit: Option<String>,
+    /// The same, by what its events said: its record cannot mend that.
+    refused: Option<String>,
     source: Source,
     /// What the index could not follow, since it joined.
     orphans: u64,
     requests: u64,
+    speeds: Speeds,
 }
 
 #[derive(Debug)]
@@ -67,6 +77,7 @@ struct State {
     bookings: Bookings,
     turn: u64,
     expired_bookings: u64,
+    gaps: u64,
 }
 
 /// Picks workers; one for the process.
@@ -129,6 +140,8 @@ pub struct Explanation {
     pub block_size: usize,
     pub cluster: ClusterView,
     pub choice: Option<Choice>,
+    /// Who computes the prompt, where there is a prefill worker for it.
+    pub disagg: Option<Estimate>,
     pub error: Option<String>,
 }
 
@@ -141,6 +154,8 @@ pub struct Sizes {
     pub recent_bytes: usize,
     pub open_bookings: usize,
     pub expired_bookings: u64,
+    /// Times that events were missed.
+    pub event_gaps: u64,
 }
 
 impl Router {
@@ -153,6 +168,7 @@ impl Router {
             bookings: Bookings::new(config.booking_lease),
             turn: 0,
             expired_bookings: 0,
+            gaps: 0,
         };
         Arc::new(Self { config, started: Instant::now(), state: Mutex::new(state) })
     }
@@ -164,6 +180,11 @@ impl Router {
     /// False if nobody looks at overlap: prompts need not be hashed.
     pub fn uses_overlap(&self) -> bool {
         self.config.policy.uses_overlap()
+    }
+
+    /// True if workers' events should be followed.
+    pub fn wants_events(&self) -> bool {
+        self.uses_overlap() && self.config.kv_events
     }
 
     /// Tokens in a block of the cluster.
@@ -183,9 +204,10 @@ impl Router {
         };
         let old: Vec<_> = state.workers.iter().filter_map(old).collect();
         old.into_iter().for_each(|other| state.forget(other));
-        let misfit = self.misfit(&state, &record);
         let publishes = record.events.is_some();
         let known = state.workers.get(&id);
+        let refused = known.and_then(|entry| entry.refused.clone());
+        let misfit = refused.clone().or_else(|| self.misfit(&state, &record));
         let source = match known.filter(|entry| entry.record.events.is_some() == publishes) {
             Some(entry) => entry.source.clone(),
             None => {
@@ -203,6 +225,7 @@ impl Router {
             (None, false, _) => Condition::Ready,
         };
         let (orphans, requests) = known.map_or((0, 0), |entry| (entry.orphans, entry.requests));
+        let speeds = known.map(|entry| entry.speeds).unwrap_or_default();
         let known_misfit = known.and_then(|entry| entry.misfit.clone());
         if misfit.is_none() && state.block_size.is_none() {
             state.block_size = record.block_size.map(|size| size as usize);
@@ -213,7 +236,7 @@ impl Router {
             tracing::error!(worker = %id, url = record.url, reason, "a worker does not fit and gets no requests");
         }
         let record = Arc::new(record);
-        state.workers.insert(id, Entry { record, condition, misfit, source, orphans, requests });
+        state.workers.insert(id, Entry { record, condition, misfit, refused, source, orphans, requests, speeds });
         outcome
     }
 
@@ -240,6 +263,18 @@ impl Router {
         {
             entry.condition = condition;
         }
+    }
+
+    /// What was measured of a worker, for who computes prompts.
+    pub fn set_speeds(&self, worker: WorkerId, speeds: Speeds) {
+        if let Some(entry) = self.lock().workers.get_mut(&worker) {
+            entry.speeds = speeds;
+        }
+    }
+
+    /// The load that is booked on a worker.
+    pub fn load(&self, worker: WorkerId) -> Load {
+        self.lock().bookings.load(worker)
     }
 
     pub fn record(&self, worker: WorkerId) -> Option<Arc<WorkerRecord>> {
@@ -272,6 +307,7 @@ impl Router {
             recent_bytes: state.recent.bytes(),
             open_bookings: state.bookings.num_open(),
             expired_bookings: state.expired_bookings,
+            event_gaps: state.gaps,
         }
     }
 
@@ -280,8 +316,9 @@ impl Router {
         let mut state = self.lock();
         let cluster = self.view(&mut state, prompt, &[]);
         let draw = Draw { turn: state.turn + 1, seed: rand::random() };
+        let mut choice = self.config.policy.choose(&prompt.blocks(), &cluster, draw);
+        let disagg = choice.as_mut().ok().and_then(|choice| self.place_prefill(&state, &cluster, prompt, choice));
         drop(state);
-        let choice = self.config.policy.choose(&prompt.blocks(), &cluster, draw);
         Explanation {
             mode: self.mode(),
             num_tokens: prompt.num_tokens,
@@ -290,6 +327,7 @@ impl Router {
             cluster,
             error: choice.as_ref().err().map(NoWorker::to_string),
             choice: choice.ok(),
+            disagg,
         }
     }
 
@@ -301,7 +339,8 @@ impl Router {
         let cluster = self.view(&mut state, prompt, without);
         state.turn += 1;
         let draw = Draw { turn: state.turn, seed: rand::random() };
-        let choice = self.config.policy.choose(&prompt.blocks(), &cluster, draw)?;
+        let mut choice = self.config.policy.choose(&prompt.blocks(), &cluster, draw)?;
+        let estimate = self.place_prefill(&state, &cluster, prompt, &mut choice);
         let (serve, prefill) = (choice.serve, choice.prefill);
         let computing = cluster.get(prefill.unwrap_or(serve)).expect("chosen from it. This is a bug.");
         let usable = prompt.num_tokens.saturating_sub(1) / prompt.block_size;
@@ -329,7 +368,7 @@ impl Router {
         }
         drop(state);
         let predicted_tokens = overlap * prompt.block_size;
-        Ok(Booking { router: self.clone(), id, prompt: prompt.clone(), choice, index, predicted_tokens, used, open: true })
+        Ok(Booking { router: self.clone(), id, prompt: prompt.clone(), choice, estimate, index, predicted_tokens, used, open: true })
     }
 
     /// Takes what a worker's events say, in order. Workers that are not there (any more) are ignored.
@@ -357,6 +396,27 @@ impl Router {
             }
         }
         applied
+    }
+
+    /// A worker turned out not to fit after it had joined.
+    pub fn refuse(&self, worker: WorkerId, reason: String) {
+        let mut state = self.lock();
+        let Some(entry) = state.workers.get_mut(&worker) else { return };
+        tracing::error!(%worker, url = entry.record.url, reason, "a worker does not fit and gets no requests");
+        entry.misfit = Some(reason.clone());
+        entry.refused = Some(reason);
+        entry.condition = Condition::Refused;
+        state.exact.clear(worker);
+    }
+
+    /// Batches of events that were missed and had to be asked for again, of all workers.
+    pub fn count_gap(&self) {
+        self.lock().gaps += 1;
+    }
+
+    /// Blocks that the worker's events could not place so far.
+    pub fn orphans(&self, worker: WorkerId) -> u64 {
+        self.lock().workers.get(&worker).map_or(0, |entry| entry.orphans)
     }
 
     /// Blocks of a worker that could not be placed because their parent is unknown.
@@ -459,11 +519,18 @@ impl Router {
                 IndexSource::None => 0,
             };
             let barred = self.config.kv_events_required && entry.source.alarm().is_some();
+            let load = state.bookings.load(*id);
+            let full = entry.condition == Condition::Ready && self.is_full(load, entry.record.capacity_blocks);
+            let condition = match (barred, full) {
+                (true, _) => Condition::Refused,
+                (false, true) => Condition::Overloaded,
+                (false, false) => entry.condition,
+            };
             workers.push(WorkerView {
                 id: *id,
                 role: entry.record.role,
-                condition: if barred { Condition::Refused } else { entry.condition },
-                load: state.bookings.load(*id),
+                condition,
+                load,
                 capacity_blocks: entry.record.capacity_blocks,
                 cached_blocks: state.cached_blocks(*id, source),
                 overlap_blocks,
@@ -473,6 +540,40 @@ impl Router {
             });
         }
         ClusterView { workers }
+    }
+
+    /// Leaves the prompt to the decode worker where that is better than the chosen prefill worker.
+    fn place_prefill(
+        &self,
+        state: &State,
+        cluster: &ClusterView,
+        prompt: &Prompt,
+        choice: &mut Choice,
+    ) -> Option<Estimate> {
+        let side = |id: WorkerId| {
+            let view = cluster.get(id)?;
+            let cached = (view.overlap_blocks as usize * prompt.block_size).min(prompt.num_tokens.saturating_sub(1));
+            Some(Side {
+                uncached_tokens: prompt.num_tokens - cached,
+                queued_tokens: view.load.prefill_tokens,
+                active_requests: view.load.active_requests,
+                speeds: state.workers.get(&id)?.speeds,
+            })
+        };
+        let estimate = disagg::decide(self.config.disagg, side(choice.serve)?, side(choice.prefill?)?);
+        if !estimate.remote {
+            choice.prefill = None;
+            choice.prefill_reason = None;
+        }
+        Some(estimate)
+    }
+
+    /// Above one of the limits, so that it gets no further requests.
+    fn is_full(&self, load: Load, capacity_blocks: Option<u64>) -> bool {
+        let share = |capacity: u64| load.decode_blocks as f64 / capacity.max(1) as f64;
+        let decode = self.config.max_decode_share.zip(capacity_blocks);
+        decode.is_some_and(|(most, capacity)| share(capacity) > most)
+            || self.config.max_prefill_tokens.is_some_and(|most| load.prefill_tokens > most)
     }
 
     /// Why a worker cannot be used, with both values.
@@ -532,6 +633,7 @@ pub struct Booking {
     id: BookingId,
     prompt: Prompt,
     choice: Choice,
+    estimate: Option<Estimate>,
     index: IndexSource,
     predicted_tokens: usize,
     used: Vec<(WorkerId, Used)>,
@@ -547,6 +649,11 @@ impl fmt::Debug for Booking {
 impl Booking {
     pub fn choice(&self) -> &Choice {
         &self.choice
+    }
+
+    /// Who computes the prompt and why, where there was a prefill worker for it.
+    pub fn estimate(&self) -> Option<&Estimate> {
+        self.estimate.as_ref()
     }
 
     /// Where the overlap with the worker that computes the prompt came from: the `x-kv-index` header.
@@ -581,8 +688,10 @@ impl Booking {
     }
 
     /// The request never reached the worker: its load goes, and what the approximate index learnt from it.
-    pub fn undo(mut self) {
-        self.open = false;
+    pub fn undo(&mut self) {
+        if !std::mem::replace(&mut self.open, false) {
+            return;
+        }
         let mut state = self.router.lock();
         state.bookings.finish(self.id);
         for (worker, used) in &self.used {

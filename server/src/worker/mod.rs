@@ -18,12 +18,15 @@ use self::compute::Compute;
 use crate::app::Worker;
 use crate::args::{self, Role};
 use crate::config::{Config, PeerUrl};
+use crate::discovery::WorkerRecord;
+use crate::discovery::record::{HASH_SCHEME, RECORD_VERSION};
 use crate::link::demand::Demand;
 use crate::link::frame::Greeting;
 use crate::link::peers::Peers;
 use crate::link::server::LinkServer;
 use crate::link::{LinkContext, client};
 use crate::readiness::State;
+use crate::router::{WorkerId, WorkerRole};
 use crate::state::{AppState, Handoffs, Serving};
 use crate::text::Text;
 
@@ -75,7 +78,7 @@ pub fn load(config: &Config, state: &Arc<AppState>) -> anyhow::Result<Worker> {
         None => hello,
     };
     let linked = match config.role {
-        Role::Both => None,
+        Role::Both | Role::Frontend => None,
         Role::Prefill | Role::Decode => Some(transport::open(config, &pool, hello, events.clone())?),
     };
     let driver = linked.as_ref().map(|(driver, _)| driver.clone());
@@ -84,6 +87,28 @@ pub fn load(config: &Config, state: &Arc<AppState>) -> anyhow::Result<Worker> {
     let max_prompt_tokens = (max_model_len - 1).min(pool.num_blocks() * config.block_size) as u64;
     let parts = Parts { config: core, info, metrics, runner, pool: Some(pool), driver, kv_events: None };
     let engine = service::spawn(parts, events, queue);
+    let record = WorkerRecord {
+        version: RECORD_VERSION,
+        worker_id: format!("{incarnation:016x}"),
+        incarnation: WorkerId(incarnation),
+        role: match config.role {
+            Role::Prefill => WorkerRole::Prefill,
+            Role::Decode => WorkerRole::Decode,
+            Role::Both | Role::Frontend => WorkerRole::Both,
+        },
+        model: config.served_model_name.clone(),
+        url: format!("http://{}", config.listen),
+        block_size: Some(config.block_size as u32),
+        capacity_blocks: Some(pool.num_blocks() as u64),
+        max_model_len: Some(max_model_len as u64),
+        events: None,
+        hash_scheme: Some(HASH_SCHEME.to_owned()),
+        prefill_tokens_per_sec: None,
+        kv_transport: None,
+        draining: false,
+        labels: Default::default(),
+    };
+    state.record.set(record).expect("a process loads one model. This is a bug.");
     let serving = Serving { engine: engine.handle.clone(), text, defaults: files.generation.sampling };
     let tasks: Tasks = Arc::default();
     let ended = tasks.clone();
