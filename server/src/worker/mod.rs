@@ -85,7 +85,7 @@ pub fn load(config: &Config, state: &Arc<AppState>) -> anyhow::Result<Worker> {
     let metrics = Arc::new(Metrics::new(&config.served_model_name));
     metrics.cache_config(config.block_size, pool.num_blocks(), pool.layout().dtype.as_str());
     let max_prompt_tokens = (max_model_len - 1).min(pool.num_blocks() * config.block_size) as u64;
-    let parts = Parts { config: core, info, metrics, runner, pool: Some(pool), driver, kv_events: None };
+    let parts = Parts { config: core, info, metrics, runner, pool: Some(pool.clone()), driver, kv_events: None };
     let engine = service::spawn(parts, events, queue);
     let record = WorkerRecord {
         version: RECORD_VERSION,
