@@ -1,5 +1,6 @@
 //! What the handlers share. It exists before the model is loaded, so that the port answers from the start.
 
+use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -35,6 +36,8 @@ pub struct AppState {
     serving: OnceLock<Serving>,
     /// Takes links from decode workers; set on a prefill worker once it is loaded.
     pub link: OnceLock<Arc<LinkServer>>,
+    /// Where this process listens; set before anything is loaded.
+    pub address: OnceLock<SocketAddr>,
     /// What this worker says of itself to frontends; set once it is loaded.
     pub record: OnceLock<WorkerRecord>,
 }
@@ -86,6 +89,7 @@ impl AppState {
             http_metrics,
             serving: OnceLock::new(),
             link: OnceLock::new(),
+            address: OnceLock::new(),
             record: OnceLock::new(),
         }))
     }

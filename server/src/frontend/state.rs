@@ -15,6 +15,7 @@ use super::recent::Recent;
 use super::request::Naming;
 use super::upstream::Upstream;
 use crate::error::ApiError;
+use crate::events::subscriber;
 use crate::readiness::State;
 use crate::discovery::WorkerRecord;
 use crate::router::policies::{KvPolicy, KvWeights, LeastLoaded, PowerOfTwo, Random, RoundRobin};
@@ -30,6 +31,8 @@ pub struct Front {
     pub config: FrontendConfig,
     pub fleet: Fleet,
     pub upstream: Upstream,
+    /// For what is not on a request's way: snapshots.
+    http: reqwest::Client,
     pub metrics: Arc<FrontMetrics>,
     pub recent: Arc<Recent>,
     pub router: Arc<Router>,
@@ -52,6 +55,7 @@ impl Front {
             app,
             fleet: Fleet::default(),
             upstream: Upstream::new(),
+            http: reqwest::Client::new(),
             metrics,
             recent: Arc::default(),
             router: Router::new(router_config(&config, model.clone())),
@@ -72,6 +76,11 @@ impl Front {
             (None, true) => Naming::Text { block_size },
             (Some(text), true) => Naming::Tokens { text: text.clone(), block_size },
         }
+    }
+
+    /// The model that requests must name, if one was given.
+    pub fn model(&self) -> Option<&str> {
+        self.model.as_deref()
     }
 
     /// Models that some worker in service has, each once.
@@ -237,8 +246,13 @@ impl Front {
         }
     }
 
+    /// Keeps the worker's part of the index as its events say, until it is forgotten.
     fn follow(&self, id: WorkerId, record: Arc<WorkerRecord>) {
-        let _ = (id, record);
+        let mut followers = self.followers();
+        if followers.get(&id).is_none_or(AbortHandle::is_finished) {
+            let follow = subscriber::follow(self.router.clone(), record, self.http.clone());
+            followers.insert(id, tokio::spawn(follow).abort_handle());
+        }
     }
 
     fn followers(&self) -> MutexGuard<'_, HashMap<WorkerId, AbortHandle>> {
