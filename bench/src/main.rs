@@ -16,6 +16,7 @@ mod process;
 mod profile;
 mod prometheus;
 mod prompts;
+mod replay;
 mod report;
 mod routing;
 mod sample;
@@ -47,6 +48,7 @@ enum Command {
     Ttft(ttft::Args),
     PrefixHits(prefix_hits::Args),
     Routing(routing::Args),
+    Replay(replay::Args),
     Profile(profile::Args),
     Frontend(frontend::Args),
     Demo(demo::Args),
@@ -76,6 +78,7 @@ async fn run(command: Command) -> Result<ExitCode> {
         Command::PrefixHits(args) => Box::pin(prefix_hits::run(args)).await?,
         Command::Frontend(args) => Box::pin(frontend::run(args)).await?,
         Command::Routing(args) => Box::pin(routing::run(args)).await?,
+        Command::Replay(args) => Box::pin(replay::run(args)).await?,
         Command::Profile(args) => Box::pin(profile::run(args)).await?,
         Command::Demo(args) => Box::pin(demo::run(args)).await?,
     }

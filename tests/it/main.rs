@@ -19,3 +19,4 @@ mod proxy;
 mod same_text;
 mod shutdown;
 mod start;
+mod status_page;

@@ -63,6 +63,13 @@ pub struct Args {
     /// Requests under way on each worker at any time.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = at_least_one)]
     pub concurrency: usize,
+    /// Send requests through a frontend with this mode (kv, round-robin, random, ...) instead of to workers chosen here;
+    /// --concurrency is then that of all workers together.
+    #[arg(long, value_name = "MODE")]
+    pub router: Option<String>,
+    /// With --router: a further argument of the frontend, such as --router-arg=--no-router-kv-events.
+    #[arg(long, value_name = "ARG", allow_hyphen_values = true)]
+    pub router_arg: Vec<String>,
     /// Fail if the ratio `warm: prefix` is further than this from the rule, in percentage points.
     #[arg(long, value_name = "POINTS", value_parser = above_zero)]
     assert_rule: Option<f64>,
@@ -74,7 +81,7 @@ pub struct Args {
     pub json: Option<PathBuf>,
     /// Decides prefixes, suffixes, order and workers.
     #[arg(long, value_name = "N", default_value_t = 0)]
-    seed: u64,
+    pub seed: u64,
 }
 
 const AFTER_HELP: &str = "\
@@ -102,7 +109,8 @@ Examples:
   bench prefix-hits --sim-speed 100 --assert-rule 3
   bench prefix-hits --device sim --workers 3 --kinds 2,7,12,24 --json hits.json
   bench prefix-hits --workers 1 --worker-tokens 14800 --kinds 12 --repeats 6
-  bench prefix-hits --kinds 7 --repeats 40 --sim-profile l4 --concurrency 4";
+  bench prefix-hits --kinds 7 --repeats 40 --sim-profile l4 --concurrency 4
+  bench prefix-hits --router kv --workers 6 --kinds 2,7,12,24 --concurrency 8 --sim-speed 100";
 
 /// Where the workers compute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]

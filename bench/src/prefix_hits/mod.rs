@@ -4,6 +4,7 @@ mod args;
 mod counted;
 mod lru;
 mod report;
+mod routed;
 
 use std::time::Instant;
 
@@ -27,6 +28,9 @@ const ALPHABET: usize = 32;
 /// Measures, prints, and fails if a check does.
 pub async fn run(args: Args) -> Result<()> {
     args.check()?;
+    if args.router.is_some() {
+        return routed::run(args).await;
+    }
     let (began, load_before) = (Instant::now(), machine::load());
     let mut launcher = Launcher::new(&args.model, &args.serve_args())?;
     let mut workers = Vec::new();

@@ -261,7 +261,7 @@ async fn one(
 }
 
 /// Waits until the frontend follows the events of so many workers.
-async fn followed(url: &str, expected: usize) -> Result<()> {
+pub async fn followed(url: &str, expected: usize) -> Result<()> {
     #[derive(Deserialize)]
     struct Status {
         workers: Vec<Value>,

@@ -4,7 +4,7 @@
 //! * [`fleet`], [`found`], [`standing`], [`probe`], [`sample`]: which workers there are, whether they take requests, how fast they are.
 //! * [`request`], [`decide`]: the names of a prompt's blocks, and the worker that the router picks for them.
 //! * [`deliver`], [`upstream`], [`relay`], [`pair`]: the request on its way and the answer back.
-//! * [`ops`], [`explain`], [`page`], [`metrics`], [`recent`]: what people and their tools see.
+//! * [`ops`], [`explain`], [`audit`], [`page`], [`metrics`], [`recent`]: what people and their tools see.
 //!
 //! Invariants: bodies and streams pass unchanged; another worker is tried only while the client has seen no byte; a
 //! stream that breaks ends with an error event, never as if it were whole; whatever way a request ends, its booking ends
@@ -13,6 +13,7 @@
 //! Not here: how a worker is picked ([`crate::router`]), where workers are found ([`crate::discovery`]).
 
 pub mod args;
+pub mod audit;
 pub mod config;
 pub mod decide;
 pub mod deliver;

@@ -24,15 +24,27 @@ pub async fn health(State(front): State<Arc<Front>>) -> Response<Body> {
     let readiness = front.app.readiness.get();
     let status = if readiness.serves() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     let now = Instant::now();
-    let workers: Vec<_> = front.fleet.all().iter().map(|worker| standing(worker, now)).collect();
+    let workers: Vec<_> = front.fleet.all().iter().map(|worker| with_index(&front, worker, now)).collect();
     let body = json!({
         "status": readiness.label(),
         "reason": readiness.reason(),
         "role": "frontend",
         "router_mode": front.config.mode.as_str(),
+        "kv_event_source_mismatch_workers": front.router.mismatches(),
         "workers": workers,
     });
     (status, Json(body)).into_response()
+}
+
+/// A worker's standing, and where its part of the index comes from.
+fn with_index(front: &Front, worker: &Worker, now: Instant) -> Value {
+    let mut of = standing(worker, now);
+    let id = worker.life().map(|life| life.id);
+    let statuses = front.router.workers();
+    let status = statuses.iter().find(|status| Some(status.record.incarnation) == id);
+    of["kv_index"] = json!(status.map(|status| status.index));
+    of["kv_event_code"] = json!(status.and_then(|status| status.alarm));
+    of
 }
 
 fn standing(worker: &Worker, now: Instant) -> Value {

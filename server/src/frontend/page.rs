@@ -24,8 +24,11 @@ const INTERVAL: Duration = Duration::from_secs(1);
 /// The window of the figures in the page's head, in seconds.
 const WINDOW: u64 = 60;
 
-pub async fn page() -> Html<&'static str> {
-    Html(PAGE)
+/// The page with what it shows now, so that it is whole before the first news.
+pub async fn page(State(front): State<Arc<Front>>) -> Html<String> {
+    // As part of a script, text must not end it.
+    let first = snapshot(&front).to_string().replace('<', "\\u003c");
+    Html(PAGE.replace("{\"placeholder\":true}", &first))
 }
 
 /// What the page shows, once.

@@ -14,7 +14,7 @@ use bytes::Bytes;
 
 use super::deliver::{Order, deliver};
 use super::flight::Ledger;
-use super::{explain, ops, page};
+use super::{audit, explain, ops, page};
 use super::request::Asked;
 use super::state::Front;
 use crate::error::ApiError;
@@ -39,6 +39,7 @@ pub fn router(front: Arc<Front>) -> Router {
         .route("/metrics", get(ops::metrics))
         .route("/workers", get(ops::workers))
         .route("/route/explain", post(explain::explain))
+        .route("/route/index", get(audit::index))
         .route("/", get(page::page))
         .route("/status", get(page::status))
         .route("/status/events", get(page::events))

@@ -15,7 +15,7 @@ use super::recent::Recent;
 use super::request::Naming;
 use super::upstream::Upstream;
 use crate::error::ApiError;
-use crate::events::subscriber;
+use crate::events::subscriber::follow;
 use crate::readiness::State;
 use crate::discovery::WorkerRecord;
 use crate::router::policies::{KvPolicy, KvWeights, LeastLoaded, PowerOfTwo, Random, RoundRobin};
@@ -31,8 +31,8 @@ pub struct Front {
     pub config: FrontendConfig,
     pub fleet: Fleet,
     pub upstream: Upstream,
-    /// For what is not on a request's way: snapshots.
-    http: reqwest::Client,
+    /// For what is not on the way of requests: snapshots, discovery.
+    pub http: reqwest::Client,
     pub metrics: Arc<FrontMetrics>,
     pub recent: Arc<Recent>,
     pub router: Arc<Router>,
@@ -55,7 +55,7 @@ impl Front {
             app,
             fleet: Fleet::default(),
             upstream: Upstream::new(),
-            http: reqwest::Client::new(),
+            http: http_client(),
             metrics,
             recent: Arc::default(),
             router: Router::new(router_config(&config, model.clone())),
@@ -190,9 +190,14 @@ impl Front {
         if prefill && !usable(&|role| role == WorkerRole::Prefill) {
             return State::Degraded(format!("no prefill worker takes requests ({})", out.join("; ")));
         }
-        match out.is_empty() {
+        let alarms = self.router.workers().into_iter().filter_map(|status| {
+            let code = status.alarm?.as_str();
+            Some(format!("worker {}: {code}, its index is {}", status.record.url, status.index.as_str()))
+        });
+        let all: Vec<_> = out.into_iter().chain(alarms).collect();
+        match all.is_empty() {
             true => State::Ready,
-            false => State::Degraded(out.join("; ")),
+            false => State::Degraded(all.join("; ")),
         }
     }
 
@@ -226,7 +231,7 @@ impl Front {
         let shared = Arc::new(record.clone());
         self.router.join(record)?;
         self.router.set_speeds(id, worker.sample().speeds());
-        if events && self.config.kv_events && self.router.uses_overlap() {
+        if events && self.follows_events() {
             self.follow(id, shared);
         }
         Ok(())
@@ -239,6 +244,11 @@ impl Front {
         }
     }
 
+    /// Events are of use here: the mode looks at overlap, they were not turned off, and blocks are of tokens.
+    fn follows_events(&self) -> bool {
+        self.config.kv_events && self.model.is_some() && self.router.uses_overlap()
+    }
+
     fn forget(&self, id: WorkerId) {
         self.router.leave(id);
         if let Some(follower) = self.followers().remove(&id) {
@@ -246,18 +256,23 @@ impl Front {
         }
     }
 
-    /// Keeps the worker's part of the index as its events say, until it is forgotten.
+    /// Follows a process's events from now on, unless they are followed already.
     fn follow(&self, id: WorkerId, record: Arc<WorkerRecord>) {
         let mut followers = self.followers();
         if followers.get(&id).is_none_or(AbortHandle::is_finished) {
-            let follow = subscriber::follow(self.router.clone(), record, self.http.clone());
-            followers.insert(id, tokio::spawn(follow).abort_handle());
+            let task = tokio::spawn(follow(self.router.clone(), record, self.http.clone()));
+            followers.insert(id, task.abort_handle());
         }
     }
 
     fn followers(&self) -> MutexGuard<'_, HashMap<WorkerId, AbortHandle>> {
         self.followers.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+fn http_client() -> reqwest::Client {
+    let client = reqwest::Client::builder().no_proxy().build();
+    client.expect("a client without proxies and TLS needs nothing from the system. This is a bug.")
 }
 
 /// How long after a booking's last sign of life it is given up; above any gap between two tokens.
