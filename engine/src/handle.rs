@@ -91,7 +91,7 @@ impl EngineHandle {
             self.shared.waiting.fetch_sub(1, Ordering::Relaxed);
             return Err(RequestError::ShuttingDown);
         }
-        Ok(OutputStream { id, receiver, events: self.shared.events.clone(), finished: false })
+        Ok(OutputStream { id, receiver, events: self.shared.events.clone(), finished: false, ending: false })
     }
 
     /// From now on `submit` refuses; running requests go on.
@@ -156,6 +156,8 @@ pub struct OutputStream {
     receiver: UnboundedReceiver<Output>,
     events: Sender<Event>,
     finished: bool,
+    /// The engine was told to finish.
+    ending: bool,
 }
 
 impl OutputStream {
@@ -175,6 +177,14 @@ impl OutputStream {
         Some(output)
     }
 
+    /// Ends the request as its text's end would: nothing more is generated, and `Finished` is its last output, which the
+    /// caller may await or not. Dropping the stream does not abort it any more.
+    pub fn finish(&mut self) {
+        if !self.finished && !std::mem::replace(&mut self.ending, true) {
+            let _ = self.events.send(Event::Finish(self.id));
+        }
+    }
+
     /// What has arrived already, without waiting.
     pub fn try_next(&mut self) -> Option<Output> {
         if self.finished {
@@ -188,7 +198,7 @@ impl OutputStream {
 
 impl Drop for OutputStream {
     fn drop(&mut self) {
-        if !self.finished {
+        if !self.finished && !self.ending {
             let _ = self.events.send(Event::Abort(self.id));
         }
     }

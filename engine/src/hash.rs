@@ -84,7 +84,8 @@ mod tests {
     #[test]
     fn long_and_short_blocks_are_named_alike() {
         for len in [0, 1, 15, 16, 55, 56, 57, 64, 300] {
-            let tokens: Vec<TokenId> = (0..len).map(|token: u32| token.wrapping_mul(2_654_435_761) % 151_936).collect();
+            let tokens: Vec<TokenId> =
+                (0..len).map(|token: u32| token.wrapping_mul(2_654_435_761) % 151_936).collect();
             let bytes: Vec<u8> = tokens.iter().flat_map(|token| token.to_le_bytes()).collect();
             assert_eq!(chain(root(None), &tokens), chain_bytes(root(None), &bytes), "{len}");
         }

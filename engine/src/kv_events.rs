@@ -72,7 +72,14 @@ impl KvLog {
     }
 
     /// A block became findable. `salt` is the request's, `first` says that nothing comes before the block.
-    pub fn stored(&mut self, parent: BlockHash, hash: BlockHash, block: &[TokenId], first: bool, salt: Option<&str>) {
+    pub fn stored(
+        &mut self,
+        parent: BlockHash,
+        hash: BlockHash,
+        block: &[TokenId],
+        first: bool,
+        salt: Option<&str>,
+    ) {
         if !self.on {
             return;
         }
@@ -148,8 +155,11 @@ pub fn chains(blocks: impl Iterator<Item = (BlockHash, BlockHash)>) -> KvChains 
     for (block, parent) in &parents {
         children.entry(*parent).or_default().push(*block);
     }
-    let mut begin: Vec<(Option<BlockHash>, BlockHash)> =
-        parents.iter().filter(|(_, parent)| !parents.contains_key(parent)).map(|(block, _)| (None, *block)).collect();
+    let mut begin: Vec<(Option<BlockHash>, BlockHash)> = parents
+        .iter()
+        .filter(|(_, parent)| !parents.contains_key(parent))
+        .map(|(block, _)| (None, *block))
+        .collect();
     let mut chains = Vec::new();
     while let Some((parent, first)) = begin.pop() {
         let mut chain = vec![first];
@@ -234,7 +244,9 @@ mod tests {
         seen.sort_unstable();
         let mut expected: Vec<_> = pairs
             .iter()
-            .map(|(block, parent)| (hash(*block), Some(hash(*parent)).filter(|parent| ![0, 90].contains(&parent.0))))
+            .map(|(block, parent)| {
+                (hash(*block), Some(hash(*parent)).filter(|parent| ![0, 90].contains(&parent.0)))
+            })
             .collect();
         expected.sort_unstable();
         assert_eq!(seen, expected);

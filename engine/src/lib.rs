@@ -26,6 +26,7 @@ pub mod runner;
 pub mod sampler;
 pub mod service;
 pub mod sim;
+pub mod ticket;
 
 pub use api::{
     FinishReason, GenerateRequest, Output, RequestError, SamplingParams, Timeline, TokenId, Usage,

@@ -223,7 +223,9 @@ impl BlockPool {
     /// All that can be found, as chains.
     pub fn chains(&self) -> KvChains {
         let content = |id: &BlockId| self.blocks[id.0 as usize].content.as_ref();
-        kv_events::chains(self.names.values().filter_map(content).map(|content| (content.hash, content.parent)))
+        kv_events::chains(
+            self.names.values().filter_map(content).map(|content| (content.hash, content.parent)),
+        )
     }
 
     /// What the block is held for; `None` if nobody holds it.
@@ -232,6 +234,11 @@ impl BlockPool {
             State::Held(holder) => Some(holder),
             State::Reusable => None,
         }
+    }
+
+    /// How many block tables hold the block.
+    pub fn holders(&self, id: BlockId) -> u32 {
+        self.blocks[id.0 as usize].holders
     }
 
     /// Recounts everything from the blocks themselves. Panics, naming what differs: for tests and `--check-invariants`.
@@ -317,3 +324,7 @@ impl BlockPool {
         }
     }
 }
+
+#[cfg(test)]
+#[path = "pool_tests.rs"]
+mod tests;

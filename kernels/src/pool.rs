@@ -14,6 +14,7 @@ pub struct KvPool {
     base: NonNull<u8>,
     layout: KvLayout,
     num_blocks: usize,
+    spare_blocks: usize,
 }
 
 // SAFETY: the pool is plain memory; concurrent access to one block is excluded by the engine's block ownership, which
@@ -27,7 +28,13 @@ impl KvPool {
     ///
     /// Errors: the mapping is refused (too large for the address space or the overcommit limit).
     pub fn new(layout: KvLayout, num_blocks: usize) -> io::Result<Self> {
+        Self::with_spare(layout, num_blocks, 0)
+    }
+
+    /// As [`KvPool::new`], with `spare_blocks` more behind them that belong to no request: for self-tests of transports.
+    pub fn with_spare(layout: KvLayout, num_blocks: usize, spare_blocks: usize) -> io::Result<Self> {
         let len = num_blocks
+            .saturating_add(spare_blocks)
             .checked_mul(layout.block_bytes())
             .filter(|&len| len > 0 && len <= isize::MAX as usize)
             .ok_or_else(|| {
@@ -43,7 +50,7 @@ impl KvPool {
         // SAFETY: the range was mapped just now. The advice is a hint, its failure changes nothing.
         unsafe { libc::madvise(base, len, libc::MADV_HUGEPAGE) };
         let base = NonNull::new(base.cast()).expect("mmap gave a null address. This is a bug.");
-        Ok(Self { base, layout, num_blocks })
+        Ok(Self { base, layout, num_blocks, spare_blocks })
     }
 
     pub fn layout(&self) -> &KvLayout {
@@ -54,9 +61,14 @@ impl KvPool {
         self.num_blocks
     }
 
-    /// Bytes of the whole pool.
+    /// Blocks behind the last ordinary one.
+    pub fn spare_blocks(&self) -> usize {
+        self.spare_blocks
+    }
+
+    /// Bytes of the whole pool, spare blocks included.
     pub fn len(&self) -> usize {
-        self.num_blocks * self.layout.block_bytes()
+        (self.num_blocks + self.spare_blocks) * self.layout.block_bytes()
     }
 
     pub fn is_empty(&self) -> bool {
@@ -79,6 +91,14 @@ impl KvPool {
         );
         // SAFETY: block and layer are in range, so the offset lies inside the mapping.
         unsafe { self.base.as_ptr().add(self.layout.half(block, layer, half).start) }
+    }
+
+    /// Shows `len` bytes at `offset`, while nobody writes them.
+    pub fn inspect<T>(&self, offset: usize, len: usize, look: impl FnOnce(&[u8]) -> T) -> T {
+        let end = offset.checked_add(len).filter(|&end| end <= self.len());
+        assert!(end.is_some(), "{len} bytes at {offset} of {}. This is a bug.", self.len());
+        // SAFETY: the range lies inside the mapping, checked above; the caller owns the blocks.
+        look(unsafe { std::slice::from_raw_parts(self.base.as_ptr().add(offset), len) })
     }
 
     /// A copy of one block's bytes: for tests and checksums, while nobody writes the block.

@@ -7,8 +7,10 @@ use std::time::Duration;
 
 use axum::http::Uri;
 use models::{ModelError, SourceOptions};
+use transfer::TransportConfig;
+use transfer::faulty::Faults;
 
-use crate::args::{Args, DType, DeviceKind, KvFailure, KvTransport, Role};
+use crate::args::{Args, DType, DeviceKind, KvDirection, KvFailure, Role};
 use crate::size::ByteSize;
 
 /// Used when neither `--num-kv-blocks` nor `--kv-cache-memory-bytes` is given: 9,362 tokens of Qwen3-0.6B in
@@ -39,9 +41,21 @@ pub struct Config {
     pub max_num_batched_tokens: usize,
     pub max_num_seqs: usize,
     pub max_num_queued_reqs: usize,
-    pub kv_transport: KvTransport,
+    /// A name that the transfer layer knows.
+    pub kv_transport: String,
     pub nixl_dir: Option<PathBuf>,
     pub kv_failure: KvFailure,
+    pub kv_direction: KvDirection,
+    /// `None`: all layers, after each chunk.
+    pub kv_push_layers: Option<usize>,
+    pub kv_lease: Duration,
+    pub kv_link_timeout: Duration,
+    pub kv_checksum: bool,
+    pub kv_advertise_host: Option<String>,
+    /// For tests: what goes wrong with transfers.
+    pub kv_faults: Option<Faults>,
+    /// For tests: the version of the KV layout that is told to others.
+    pub kv_layout_version: Option<u32>,
     pub request_timeout: Duration,
     pub shutdown_grace: Duration,
     pub threads: usize,
@@ -78,6 +92,8 @@ pub enum ConfigError {
     BadValue { flag: &'static str, value: String, expected: String },
     #[error("--model is {value:?}: {source}")]
     Model { value: String, source: ModelError },
+    #[error("--kv-transport: {0}")]
+    Transport(transfer::TransferError),
     #[error("--prefill is {value:?}, but --role is {}: only --role decode and frontend take prefill workers", role.as_str())]
     PrefillNeedsDecode { value: String, role: Role },
     #[error("--{flag} is {value:?}, but --role is {}: only --role frontend takes it", role.as_str())]
@@ -112,6 +128,7 @@ impl Config {
         if let Some(dir) = args.nixl_dir.as_ref().filter(|dir| !dir.is_dir()) {
             return Err(bad("nixl-dir", dir.display(), "an existing folder".into()));
         }
+        check_transport(&args)?;
         let cpu_affinity = args.cpu_affinity.map(|cpus| cpus.0);
         let default_threads = || match &cpu_affinity {
             Some(cpus) => cpus.len(),
@@ -136,6 +153,14 @@ impl Config {
             kv_transport: args.kv_transport,
             nixl_dir: args.nixl_dir,
             kv_failure: args.kv_failure,
+            kv_direction: args.kv_direction,
+            kv_push_layers: args.kv_push_layers.0,
+            kv_lease: Duration::from_secs_f64(args.kv_lease_secs),
+            kv_link_timeout: Duration::from_secs_f64(args.kv_link_timeout_secs),
+            kv_checksum: args.kv_checksum,
+            kv_advertise_host: args.kv_advertise_host,
+            kv_faults: args.kv_faults,
+            kv_layout_version: args.kv_layout_version,
             request_timeout: Duration::from_secs_f64(args.request_timeout_secs),
             shutdown_grace: Duration::from_secs_f64(args.shutdown_grace_secs),
             threads: args.threads.unwrap_or_else(default_threads),
@@ -150,6 +175,16 @@ impl Config {
 
 pub(crate) fn bad(flag: &'static str, value: impl fmt::Display, expected: String) -> ConfigError {
     ConfigError::BadValue { flag, value: value.to_string(), expected }
+}
+
+/// The error lists the valid names, and why those that cannot be used here are so.
+fn check_transport(args: &Args) -> Result<(), ConfigError> {
+    let asked = TransportConfig {
+        name: args.kv_transport.clone(),
+        nixl_dir: args.nixl_dir.clone(),
+        ..Default::default()
+    };
+    transfer::registry::check_name(&asked).map_err(ConfigError::Transport)
 }
 
 pub(crate) fn served_name(given: Option<String>, model: &str) -> Result<String, ConfigError> {
@@ -264,6 +299,10 @@ mod tests {
             (&["--model", "demo", "--host", "no host"], "--host is \"no host\", expected an IP address"),
             (&["--model", "demo", "--block-size", "2000"], "--block-size is \"2000\", expected at most 1024"),
             (&["--model", "demo", "--nixl-dir", "/no"], "--nixl-dir is \"/no\", expected an existing folder"),
+            (
+                &["--model", "demo", "--kv-transport", "pigeon"],
+                "--kv-transport: KV transport \"pigeon\" is not known; valid: auto, tcp",
+            ),
             (&["--model", "demo", "--served-model-name", ""], "--served-model-name is \"\", expected a name"),
         ];
         for (flags, expected) in cases {

@@ -3,6 +3,7 @@
 mod api;
 mod cancel;
 mod cases;
+mod fault_table;
 mod faults;
 mod first_token;
 mod frontend;
@@ -12,7 +13,9 @@ mod misfits;
 mod one_core;
 mod openai_client;
 mod oracle;
+mod pd_cases;
 mod pressure;
+mod proxy;
 mod same_text;
 mod shutdown;
 mod start;

@@ -9,6 +9,7 @@ pub mod client;
 pub mod cluster;
 pub mod fake;
 pub mod fleet;
+pub mod faults;
 pub mod golden;
 pub mod metrics;
 pub mod process;

@@ -98,7 +98,8 @@ impl Core {
         let mut timeline = request.timeline;
         timeline.last_token.get_or_insert(now.saturating_sub(request.arrival));
         let usage = self.usage(request);
-        self.effects.push(Effect::Output(id, Output::Finished { reason, stop_token, usage, timeline }));
+        let kept = request.keep.then(|| Box::new(self.keep(id, now)));
+        self.effects.push(Effect::Output(id, Output::Finished { reason, stop_token, usage, timeline, kept }));
         self.close(id);
     }
 }

@@ -12,7 +12,7 @@ use kernels::{BatchMeta, KvDtype, KvLayout, KvPool};
 use models::qwen::{Batch, ComputeDtype, Qwen};
 use models::{ModelConfig, ModelFiles, TextFiles};
 
-use crate::args::{DType, DeviceKind};
+use crate::args::{DType, DeviceKind, Role};
 use crate::config::{Config, KvCacheSize};
 
 /// A model's text side, its KV pool and what computes on it.
@@ -157,7 +157,12 @@ fn kv_pool(config: &Config, model: &ModelConfig) -> anyhow::Result<KvPool> {
             u32::MAX
         );
     }
-    KvPool::new(layout, num_blocks).with_context(|| format!("no memory for {num_blocks} KV blocks"))
+    let spare = match config.role {
+        Role::Both => 0,
+        Role::Prefill | Role::Decode => transfer::Scratch::blocks_of(layout.block_bytes() as u64) as usize,
+    };
+    KvPool::with_spare(layout, num_blocks, spare)
+        .with_context(|| format!("no memory for {num_blocks} KV blocks"))
 }
 
 /// Bytes of the machine's memory, and of this process in it.

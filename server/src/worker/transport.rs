@@ -9,7 +9,8 @@ use engine::event::Event;
 use engine::service;
 use kernels::{KvLayout, KvPool};
 use transfer::driver::{Driver, DriverHandle};
-use transfer::{Hello, LayoutFingerprint, TransportConfig};
+use transfer::faulty::Faulty;
+use transfer::{Hello, Identity, LayoutFingerprint, Scratch, TransportConfig};
 
 use crate::config::Config;
 
@@ -38,7 +39,7 @@ pub fn open(
 ) -> anyhow::Result<(DriverHandle, Hello)> {
     let host = own_host(config);
     let transport = TransportConfig {
-        name: config.kv_transport.as_str().to_owned(),
+        name: config.kv_transport.clone(),
         same_host: same_host(config),
         bind_host: config.listen.ip().to_string(),
         advertise_host: Some(host),
@@ -47,10 +48,18 @@ pub fn open(
     };
     let transport =
         transfer::open(&transport, service::region(pool)).context("the KV transport cannot be opened")?;
+    let transport = match config.kv_faults {
+        Some(faults) => Box::new(Faulty::new(transport, faults)),
+        None => transport,
+    };
     hello.transport = transport.name().to_owned();
-    hello.metadata = transport.metadata();
+    let block_bytes = pool.layout().block_bytes() as u64;
+    let scratch = (pool.spare_blocks() > 0).then(|| Scratch::after(pool.num_blocks() as u64, block_bytes));
+    let identity = Identity { incarnation: hello.incarnation, scratch };
     let on_event = move |event| drop(events.send(Event::Transfer(event)));
-    Ok((Driver::spawn(transport, Box::new(on_event)), hello))
+    let driver = Driver::spawn(transport, identity, Box::new(on_event));
+    hello.metadata = driver.metadata().to_vec();
+    Ok((driver, hello))
 }
 
 /// True if all workers of this deployment are on this machine, as far as this one can tell.
@@ -62,9 +71,17 @@ fn same_host(config: &Config) -> bool {
     loopback(config.listen) && config.prefill.iter().all(|peer| is_local(&peer.host, peer.port))
 }
 
+/// The address that packets to other networks leave from, if there is a route. No packet is sent: 192.0.2.1 is nobody's
+/// (RFC 5737).
+fn outward() -> Option<String> {
+    let socket = UdpSocket::bind("0.0.0.0:0").ok()?;
+    socket.connect("192.0.2.1:9").ok()?;
+    Some(socket.local_addr().ok()?.ip().to_string())
+}
+
 /// The address under which prefill workers reach this one: the one listened on or, listening on all, the one that
 /// the route to the first prefill worker leaves from. No packet is sent.
-fn own_host(config: &Config) -> String {
+pub fn own_host(config: &Config) -> String {
     let listen = config.listen.ip();
     if !listen.is_unspecified() {
         return listen.to_string();
@@ -76,5 +93,5 @@ fn own_host(config: &Config) -> String {
         socket.connect(to).ok()?;
         Some(socket.local_addr().ok()?.ip().to_string())
     };
-    route().unwrap_or_else(|| listen.to_string())
+    route().or_else(outward).unwrap_or_else(|| listen.to_string())
 }
