@@ -8,6 +8,7 @@ mod faults;
 mod first_token;
 mod frontend;
 mod frontend_faults;
+mod frontend_pairs;
 mod golden;
 mod misfits;
 mod one_core;
