@@ -7,6 +7,7 @@ mod fault_table;
 mod faults;
 mod first_token;
 mod frontend;
+mod frontend_events;
 mod frontend_faults;
 mod frontend_pairs;
 mod golden;
