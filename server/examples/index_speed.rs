@@ -9,6 +9,7 @@
 
 use std::time::{Duration, Instant};
 
+use server::router::disagg::DisaggPolicy;
 use server::router::policies::KvPolicy;
 use server::router::policy::BlockKey;
 use server::router::shared::IndexChange;
@@ -119,6 +120,9 @@ fn router() -> std::sync::Arc<Router> {
         predicted_ttl: None,
         index_bytes: 4 << 30,
         booking_lease: Duration::from_secs(3600),
+        disagg: DisaggPolicy::Auto,
+        max_decode_share: None,
+        max_prefill_tokens: None,
     })
 }
 

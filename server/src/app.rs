@@ -55,8 +55,8 @@ where
     let readiness = Readiness::default();
     let state = AppState::new(Identity::of(&config), readiness.clone(), Registry::new())?;
     let listener = http::bind(config.listen, config.port_file.as_deref()).await?;
-    // A listener that is bound has an address; a worker that keeps KV says it.
-    let _ = listener.local_addr().map(|address| state.port.set(address.port()));
+    let first = state.address.set(listener.local_addr().context("the listener has no address")?).is_ok();
+    assert!(first, "a process listens once. This is a bug.");
     let shutdown = state.drain.clone().run(signals.first(), readiness.clone(), config.shutdown_grace);
     let router = router(Arc::clone(&state), routes(&state));
     let mut serving = tokio::spawn(http::run(listener, router, shutdown));

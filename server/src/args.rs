@@ -8,6 +8,7 @@ use transfer::faulty::Faults;
 
 use crate::frontend::args::FrontendArgs;
 use crate::size::ByteSize;
+use crate::worker::presence::PresenceArgs;
 
 const MODEL: &str = "Model";
 const HTTP: &str = "HTTP server";
@@ -138,6 +139,8 @@ pub struct Args {
 
     #[command(flatten)]
     pub frontend: FrontendArgs,
+    #[command(flatten)]
+    pub presence: PresenceArgs,
 
     /// What to log, to stderr: a level, or filters such as info,engine=debug.
     #[arg(long, env = "KVFERRY_LOG", value_name = "FILTER", default_value = "info", help_heading = DIAGNOSTICS)]
@@ -274,7 +277,7 @@ fn secs(text: &str) -> Result<f64, String> {
     text.parse().ok().filter(valid).ok_or_else(|| format!("expected a number of seconds in [0, {MAX}]"))
 }
 
-fn positive_secs(text: &str) -> Result<f64, String> {
+pub(crate) fn positive_secs(text: &str) -> Result<f64, String> {
     secs(text).ok().filter(|&secs| secs > 0.0).ok_or_else(|| "expected a number of seconds above 0".into())
 }
 

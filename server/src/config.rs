@@ -12,6 +12,7 @@ use transfer::faulty::Faults;
 
 use crate::args::{Args, DType, DeviceKind, KvDirection, KvFailure, Role};
 use crate::size::ByteSize;
+use crate::worker::presence::PresenceConfig;
 
 /// Used when neither `--num-kv-blocks` nor `--kv-cache-memory-bytes` is given: 9,362 tokens of Qwen3-0.6B in
 /// bf16, small enough for any machine that holds the weights.
@@ -30,6 +31,7 @@ pub struct Config {
     /// The name clients use in `model`.
     pub served_model_name: String,
     pub listen: SocketAddr,
+    pub presence: PresenceConfig,
     pub port_file: Option<PathBuf>,
     /// Empty unless `role` is decode.
     pub prefill: Vec<PeerUrl>,
@@ -134,12 +136,14 @@ impl Config {
             Some(cpus) => cpus.len(),
             None => std::thread::available_parallelism().map_or(1, usize::from),
         };
+        let listen = listen_address(&args.host, args.port)?;
         Ok(Self {
             role: args.role,
             served_model_name: served_name(args.served_model_name, &model)?,
             model,
             model_source,
-            listen: listen_address(&args.host, args.port)?,
+            listen,
+            presence: PresenceConfig::from_args(args.presence, listen)?,
             port_file: args.port_file,
             prefill: prefill_peers(args.role, &args.prefill)?,
             dtype: args.dtype,

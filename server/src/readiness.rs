@@ -1,7 +1,9 @@
 //! Whether a request sent now would be served. Written by whoever loads, degrades or stops the worker; read
 //! by `/health`, `/v1/models` and the gate in front of every request.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
+
+use tokio::sync::watch;
 
 /// Where a worker is in its life.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -47,28 +49,36 @@ impl State {
 
 /// The shared state; starts as `Loading`.
 #[derive(Clone, Debug)]
-pub struct Readiness(Arc<Mutex<State>>);
+pub struct Readiness(Arc<watch::Sender<State>>);
 
 impl Default for Readiness {
     fn default() -> Self {
-        Self(Arc::new(Mutex::new(State::Loading)))
+        Self(Arc::new(watch::Sender::new(State::Loading)))
     }
 }
 
 impl Readiness {
     pub fn get(&self) -> State {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.0.borrow().clone()
     }
 
     /// Moves on to `next`. Nothing leaves `Draining`, so that a load or a peer that comes up late cannot
     /// make a worker ready that is about to exit.
     pub fn set(&self, next: State) {
-        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if *state == State::Draining || *state == next {
-            return;
-        }
-        tracing::info!(from = state.label(), to = next.label(), reason = next.reason(), "readiness changed");
-        *state = next;
+        self.0.send_if_modified(|state| {
+            if *state == State::Draining || *state == next {
+                return false;
+            }
+            tracing::info!(from = state.label(), to = next.label(), reason = next.reason(), "readiness changed");
+            *state = next;
+            true
+        });
+    }
+
+    /// Resolves when the process is told to stop.
+    pub async fn draining(&self) {
+        // The sender lives as long as this handle.
+        let _ = self.0.subscribe().wait_for(|state| *state == State::Draining).await;
     }
 }
 

@@ -11,7 +11,7 @@ use axum::routing::{get, post};
 use crate::error::{ApiError, shown};
 use crate::openai::{MAX_BODY_BYTES, chat, completions, models, tokenize};
 use crate::state::AppState;
-use crate::{layers, ops};
+use crate::{events, layers, ops};
 
 /// All routes of a worker: those here and `more`, which are not behind the gate of the completions.
 pub fn router(state: Arc<AppState>, more: Router) -> Router {
@@ -29,6 +29,8 @@ pub fn router(state: Arc<AppState>, more: Router) -> Router {
         .route("/ping", get(ops::live).post(ops::live))
         .route("/version", get(ops::version))
         .route(crate::frontend::probe::INFO_PATH, get(ops::worker))
+        .route("/kv_event_sources", get(events::ops::sources))
+        .route(events::snapshot::SNAPSHOT_PATH, get(events::ops::snapshot))
         .route("/metrics", get(ops::metrics))
         .route("/reset_prefix_cache", post(ops::reset_prefix_cache))
         .merge(generation)

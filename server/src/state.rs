@@ -1,5 +1,6 @@
 //! What the handlers share. It exists before the model is loaded, so that the port answers from the start.
 
+use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -38,12 +39,12 @@ pub struct AppState {
     serving: OnceLock<Serving>,
     /// Takes links from decode workers; set on a prefill worker once it is loaded.
     pub link: OnceLock<Arc<LinkServer>>,
+    /// Where this process listens; set before anything is loaded.
+    pub address: OnceLock<SocketAddr>,
     /// What this worker says of itself to frontends; set once it is loaded.
     pub record: OnceLock<WorkerRecord>,
     /// What `kv_transfer_params` can mean here; set once the model of a prefill or decode worker is loaded.
     pub kv: OnceLock<Handoffs>,
-    /// The port that was really taken.
-    pub port: OnceLock<u16>,
 }
 
 /// A worker's part in handoffs that an outside proxy arranges.
@@ -101,9 +102,9 @@ impl AppState {
             http_metrics,
             serving: OnceLock::new(),
             link: OnceLock::new(),
+            address: OnceLock::new(),
             record: OnceLock::new(),
             kv: OnceLock::new(),
-            port: OnceLock::new(),
         }))
     }
 

@@ -9,8 +9,8 @@ use tests::{Ask, Client, prompts};
 
 const SOON: Duration = Duration::from_secs(20);
 
-const EVENTS: &str = "--kv-events --num-kv-blocks 600";
-const SILENT: &str = "--num-kv-blocks 600";
+const EVENTS: &str = "--num-kv-blocks 600";
+const SILENT: &str = "--no-kv-events --num-kv-blocks 600";
 
 fn prompt(kind: u64, turn: u64) -> Vec<u32> {
     [prompts::ids(320, kind), prompts::ids(40, 1000 + turn)].concat()
@@ -156,7 +156,7 @@ async fn audit(front: &Client, query: &str) -> Vec<(u64, u64)> {
 #[tokio::test]
 async fn the_index_is_what_workers_hold_after_evictions() {
     // Room for two of the prompts: most of what is stored is evicted again.
-    let fleet = Fleet::start(&["--kv-events --num-kv-blocks 64"; 2], "").await;
+    let fleet = Fleet::start(&["--num-kv-blocks 64"; 2], "").await;
     followed(&fleet.client(), 2).await;
     for turn in 0..30 {
         fleet.client().answer(&Ask::completion(prompt(turn % 7, turn)).max_tokens(4)).await;

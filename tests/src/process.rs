@@ -207,6 +207,8 @@ fn spawn(dir: &Path, launch: &Launch) -> Child {
     };
     command.args(&launch.args).arg("--port-file").arg(OsString::from(file("port")));
     command.env("NO_COLOR", "1").env_remove("KV_TRANSPORT").env_remove("KVFERRY_LOG").process_group(0);
+    // Tests do not meet each other's workers.
+    command.env("KVFERRY_FILE_KV", dir.join("workers"));
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
     let cores = launch.cores.clone();
     // SAFETY: both calls are async-signal-safe and touch only the stack of the forked child.

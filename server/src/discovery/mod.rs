@@ -10,6 +10,7 @@ pub mod etcd;
 pub mod file;
 pub mod kubernetes;
 mod lines;
+pub mod options;
 pub mod record;
 mod roster;
 mod scan;

@@ -10,6 +10,7 @@
 //! snapshot) or cleared, never believed.
 
 pub mod follower;
+pub mod ops;
 pub mod options;
 pub mod publisher;
 pub mod snapshot;

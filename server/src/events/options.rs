@@ -5,6 +5,9 @@ use serde::Deserialize;
 /// vLLM's default for `buffer_steps`.
 const BUFFER_STEPS: usize = 10_000;
 
+/// Ours are fewer: what is older is in a snapshot.
+const OWN_BUFFER_STEPS: usize = 1000;
+
 /// Batches between the engine and the publisher: vLLM's default is 100,000, but each of ours is a whole step.
 const QUEUE: usize = 10_000;
 
@@ -35,7 +38,7 @@ impl PublishOptions {
             endpoint: any_port.clone(),
             bind: true,
             replay_endpoint: Some(any_port),
-            buffer_steps: BUFFER_STEPS,
+            buffer_steps: OWN_BUFFER_STEPS,
             max_queue: QUEUE,
             topic: String::new(),
         }

@@ -17,6 +17,9 @@ use crate::router::WorkerId;
 use crate::router::policy::BlockKey;
 use crate::router::shared::IndexChange;
 
+/// Where a worker serves it.
+pub const SNAPSHOT_PATH: &str = "/kv_events/snapshot";
+
 /// Names in one line: some 10 KB, so that neither side holds the whole as text.
 const LINE: usize = 512;
 

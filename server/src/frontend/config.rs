@@ -11,6 +11,7 @@ use super::args::{FrontendArgs, OnOff, RouterMode};
 use super::standing::BreakerConfig;
 use crate::args::Args;
 use crate::config::{ConfigError, PeerUrl, bad, check_model, listen_address, peer_url, served_name};
+use crate::discovery::options::DiscoveryOptions;
 use crate::router::WorkerRole;
 use crate::router::disagg::DisaggPolicy;
 
@@ -32,6 +33,8 @@ pub struct Config {
     pub model: Option<String>,
     pub model_source: SourceOptions,
     pub served_model_name: Option<String>,
+    /// Where to look for workers that are not on the command line.
+    pub discovery: Option<DiscoveryOptions>,
     pub router: FrontendConfig,
 }
 
@@ -47,8 +50,11 @@ impl Config {
         if args.model.is_none() && (router.kv_events_required || !router.event_sources.is_empty()) {
             return Err(ConfigError::EventsNeedModel);
         }
+        let discovery = DiscoveryOptions::from_args(&args.presence.discovery)?;
         let served = args.served_model_name.clone();
         Ok(Self {
+            // Who names workers means those, unless told to look for more.
+            discovery: discovery.filter(|options| options.explicit || router.workers.is_empty()),
             served_model_name: args.model.as_ref().map(|model| served_name(served, model)).transpose()?,
             listen: listen_address(&args.host, args.port)?,
             port_file: args.port_file,

@@ -10,6 +10,7 @@ use tokio::task::JoinSet;
 
 use super::Config;
 use super::fleet::Worker;
+use super::found;
 use super::probe;
 use super::routes::router;
 use super::state::Front;
@@ -56,6 +57,12 @@ async fn serve(config: Config) -> anyhow::Result<()> {
         let worker = Arc::new(Worker::new(url.clone(), *role, true, front.config.breaker));
         front.fleet.add(worker.clone());
         tasks.spawn(probe::keep(front.clone(), worker));
+    }
+    if let Some(options) = &config.discovery {
+        let discovery = options.open()?;
+        let changes = discovery.watch().await?;
+        tracing::info!(backend = discovery.name(), "looking for workers");
+        tasks.spawn(found::keep(front.clone(), discovery, changes));
     }
     tasks.spawn(tick(front.clone()));
     front.loaded(text);

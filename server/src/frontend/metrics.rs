@@ -48,6 +48,7 @@ pub struct FrontMetrics {
     pub worker_prefill_tokens: IntGaugeVec,
     pub worker_index_blocks: IntGaugeVec,
     pub event_mismatch: IntGauge,
+    pub invalid_records: IntGauge,
     pub open_bookings: IntGauge,
     pub index_bytes: IntGauge,
     pub hit_rate: Histogram,
@@ -128,6 +129,10 @@ impl FrontMetrics {
             event_mismatch: r.gauge(
                 "dynamo_component_router_kv_event_source_mismatch_workers",
                 "Workers without KV events although they are expected.",
+            )?,
+            invalid_records: r.gauge(
+                "kvferry_frontend_discovery_invalid_records",
+                "Records that discovery found and could not read, since the start.",
             )?,
             open_bookings: r.gauge("kvferry_frontend_open_bookings", "Requests whose load is booked on a worker.")?,
             index_bytes: r.gauge("kvferry_frontend_index_bytes", "Memory of the index of cached blocks.")?,

@@ -1,7 +1,7 @@
 //! `serve --role frontend`: no weights; sends each request to the worker that is best for it, and relays its answer.
 //!
 //! * [`config`]: what it was told. [`state`]: what handlers and tasks share.
-//! * [`fleet`], [`standing`], [`probe`], [`sample`]: which workers there are, whether they take requests, how fast they are.
+//! * [`fleet`], [`found`], [`standing`], [`probe`], [`sample`]: which workers there are, whether they take requests, how fast they are.
 //! * [`request`], [`decide`]: the names of a prompt's blocks, and the worker that the router picks for them.
 //! * [`deliver`], [`upstream`], [`relay`], [`pair`]: the request on its way and the answer back.
 //! * [`ops`], [`explain`], [`audit`], [`page`], [`metrics`], [`recent`]: what people and their tools see.
@@ -20,6 +20,7 @@ pub mod deliver;
 pub mod explain;
 pub mod fleet;
 pub mod flight;
+pub mod found;
 pub mod headers;
 pub mod life;
 pub mod metrics;

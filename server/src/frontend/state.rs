@@ -78,6 +78,11 @@ impl Front {
         }
     }
 
+    /// The model that requests must name, if one was given.
+    pub fn model(&self) -> Option<&str> {
+        self.model.as_deref()
+    }
+
     /// Models that some worker in service has, each once.
     pub fn models(&self) -> Vec<ModelCard> {
         let now = Instant::now();

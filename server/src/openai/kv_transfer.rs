@@ -178,7 +178,7 @@ pub fn params_of(kept: &KeptKv, state: &AppState) -> Value {
         "remote_engine_id": engine_id,
         "remote_request_id": kept.name,
         "remote_host": host,
-        "remote_port": state.port.get(),
+        "remote_port": state.address.get().map(std::net::SocketAddr::port),
         "tp_size": 1,
         "dcp_size": 1,
         "pp_size": 1,

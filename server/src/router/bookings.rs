@@ -188,3 +188,149 @@ fn private_blocks(order: &Order, generated: usize) -> u64 {
     let block_size = order.block_size.max(1);
     ((order.num_tokens + generated).div_ceil(block_size)).saturating_sub(order.keys.len()) as u64
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const BLOCK: usize = 16;
+
+    #[derive(Clone, Debug)]
+    enum Step {
+        Book { serve: u64, prefill: Option<u64>, family: u64, tokens: usize, cached: usize },
+        FirstToken(usize),
+        Generated(usize, usize),
+        Finish(usize),
+        Leave(u64),
+    }
+
+    fn steps() -> impl Strategy<Value = Vec<Step>> {
+        let book = (0_u64..3, prop::option::of(3_u64..5), 0_u64..4, 1_usize..200, 0_usize..200);
+        let step = prop_oneof![
+            4 => book.prop_map(|(serve, prefill, family, tokens, cached)| Step::Book { serve, prefill, family, tokens, cached }),
+            2 => (0_usize..40).prop_map(Step::FirstToken),
+            2 => (0_usize..40, 0_usize..100).prop_map(|(which, tokens)| Step::Generated(which, tokens)),
+            3 => (0_usize..40).prop_map(Step::Finish),
+            1 => (0_u64..5).prop_map(Step::Leave),
+        ];
+        prop::collection::vec(step, 1..150)
+    }
+
+    fn keys(family: u64, tokens: usize) -> Arc<[BlockKey]> {
+        (0..(tokens / BLOCK) as u64).map(|at| BlockKey(family * 1000 + at)).collect()
+    }
+
+    fn order(serve: u64, prefill: Option<u64>, family: u64, num_tokens: usize, cached: usize) -> Order {
+        Order {
+            serve: WorkerId(serve),
+            prefill: prefill.map(WorkerId),
+            keys: keys(family, num_tokens),
+            num_tokens,
+            block_size: BLOCK,
+            uncached_tokens: num_tokens.saturating_sub(cached),
+        }
+    }
+
+    /// A booking as simple as can be.
+    struct Simple {
+        id: BookingId,
+        order: Order,
+        first_token: bool,
+        generated: usize,
+    }
+
+    fn load(open: &[Simple], worker: WorkerId) -> Load {
+        let mut blocks = HashSet::new();
+        let mut load = Load::default();
+        for booking in open {
+            let order = &booking.order;
+            if order.serve == worker {
+                load.active_requests += 1;
+                blocks.extend(order.keys.iter().copied());
+                let all = (order.num_tokens + booking.generated).div_ceil(BLOCK);
+                load.decode_blocks += (all - order.keys.len()) as u64;
+            }
+            let computes = order.prefill.unwrap_or(order.serve) == worker;
+            if computes && !booking.first_token {
+                load.prefill_tokens += order.uncached_tokens as u64;
+                load.active_requests += u64::from(order.prefill.is_some());
+            }
+        }
+        load.decode_blocks += blocks.len() as u64;
+        load
+    }
+
+    proptest! {
+        /// rt-11: whatever the order in which requests start, answer, end and workers leave, the load is that of the open
+        /// bookings, and nothing when none is open.
+        #[test]
+        fn load_is_that_of_the_open_bookings(steps in steps()) {
+            let mut bookings = Bookings::new(Duration::from_secs(300));
+            let mut open: Vec<Simple> = Vec::new();
+            let now = Duration::ZERO;
+            for (turn, step) in steps.into_iter().enumerate() {
+                match step {
+                    Step::Book { serve, prefill, family, tokens, cached } => {
+                        let order = order(serve, prefill, family, tokens, cached);
+                        let id = bookings.book(order.clone(), turn as u64, now);
+                        open.push(Simple { id, order, first_token: false, generated: 0 });
+                    }
+                    Step::FirstToken(which) if which < open.len() => {
+                        open[which].first_token = true;
+                        bookings.first_token(open[which].id, now);
+                    }
+                    Step::Generated(which, tokens) if which < open.len() => {
+                        open[which].generated = open[which].generated.max(tokens);
+                        bookings.generated(open[which].id, tokens, now);
+                    }
+                    Step::Finish(which) if which < open.len() => {
+                        let over = open.swap_remove(which);
+                        bookings.finish(over.id);
+                        bookings.finish(over.id);
+                        bookings.first_token(over.id, now);
+                        bookings.generated(over.id, 1000, now);
+                    }
+                    Step::Leave(worker) => bookings.remove_worker(WorkerId(worker)),
+                    _ => {}
+                }
+                for worker in (0..5).map(WorkerId) {
+                    prop_assert_eq!(bookings.load(worker), load(&open, worker));
+                }
+                for family in 0..4 {
+                    let asked = keys(family, 200);
+                    let held = |worker: u64, key: &BlockKey| {
+                        open.iter().any(|booking| booking.order.serve == WorkerId(worker) && booking.order.keys.contains(key))
+                    };
+                    for worker in 0..3 {
+                        let blocks = asked.iter().take_while(|key| held(worker, key)).count();
+                        prop_assert_eq!(bookings.active_blocks(WorkerId(worker), &asked), blocks as u32);
+                    }
+                }
+            }
+            open.iter().for_each(|booking| bookings.finish(booking.id));
+            prop_assert_eq!(bookings.num_open(), 0);
+            prop_assert!((0..5).all(|worker| bookings.load(WorkerId(worker)) == Load::default()));
+            prop_assert!(bookings.workers.values().all(|active| active.blocks.is_empty()));
+        }
+    }
+
+    /// rt-11: an end that never comes is made up for, but not while the request shows signs of life.
+    #[test]
+    fn a_booking_without_a_sign_of_life_is_given_up() {
+        let secs = Duration::from_secs;
+        let mut bookings = Bookings::new(secs(300));
+        let lost = bookings.book(order(1, Some(3), 0, 100, 0), 1, secs(0));
+        let alive = bookings.book(order(1, None, 1, 100, 0), 2, secs(0));
+        bookings.generated(alive, 5, secs(299));
+        assert_eq!(bookings.expire(secs(299)), 0);
+        assert_eq!(bookings.expire(secs(300)), 1);
+        assert_eq!((bookings.load(WorkerId(1)).active_requests, bookings.load(WorkerId(3))), (1, Load::default()));
+        bookings.finish(lost);
+        assert_eq!(bookings.expire(secs(599)), 1);
+        assert_eq!(bookings.load(WorkerId(1)), Load::default());
+    }
+}

@@ -1,6 +1,7 @@
 //! Loading a worker: model files, KV pool, engine, link to other workers.
 
 mod compute;
+pub mod presence;
 mod transport;
 
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,11 +16,10 @@ use transfer::{Hello, LayoutFingerprint};
 use transfer::wire::PROTOCOL_VERSION;
 
 use self::compute::Compute;
+use self::presence::{Facts, Presence};
 use crate::app::Worker;
 use crate::args::{self, Role};
 use crate::config::{Config, PeerUrl};
-use crate::discovery::WorkerRecord;
-use crate::discovery::record::{HASH_SCHEME, RECORD_VERSION};
 use crate::link::demand::Demand;
 use crate::link::frame::Greeting;
 use crate::link::named::Named;
@@ -27,7 +27,6 @@ use crate::link::peers::Peers;
 use crate::link::server::LinkServer;
 use crate::link::{LinkContext, client};
 use crate::readiness::State;
-use crate::router::{WorkerId, WorkerRole};
 use crate::state::{AppState, Handoffs, Serving};
 use crate::text::Text;
 
@@ -85,35 +84,22 @@ pub fn load(config: &Config, state: &Arc<AppState>) -> anyhow::Result<Worker> {
     let driver = linked.as_ref().map(|(driver, _)| driver.clone());
     let metrics = Arc::new(Metrics::new(&config.served_model_name));
     metrics.cache_config(config.block_size, pool.num_blocks(), pool.layout().dtype.as_str());
-    let num_blocks = pool.num_blocks();
-    let max_prompt_tokens = (max_model_len - 1).min(pool.num_blocks() * config.block_size) as u64;
-    let parts = Parts { config: core, info, metrics, runner, pool: Some(pool), driver, kv_events: None };
-    let engine = service::spawn(parts, events, queue);
-    let record = WorkerRecord {
-        version: RECORD_VERSION,
-        worker_id: format!("{incarnation:016x}"),
-        incarnation: WorkerId(incarnation),
-        role: match config.role {
-            Role::Prefill => WorkerRole::Prefill,
-            Role::Decode => WorkerRole::Decode,
-            Role::Both | Role::Frontend => WorkerRole::Both,
-        },
-        model: config.served_model_name.clone(),
-        url: format!("http://{}", config.listen),
-        block_size: Some(config.block_size as u32),
-        capacity_blocks: Some(num_blocks as u64),
-        max_model_len: Some(max_model_len as u64),
-        events: None,
-        hash_scheme: Some(HASH_SCHEME.to_owned()),
-        prefill_tokens_per_sec: None,
-        kv_transport: None,
-        draining: false,
-        labels: Default::default(),
+    let facts = Facts {
+        incarnation,
+        num_blocks: pool.num_blocks(),
+        max_model_len,
+        kv_transport: linked.as_ref().map(|(_, hello)| hello.transport.clone()),
     };
-    state.record.set(record).expect("a process loads one model. This is a bug.");
+    let address = *state.address.get().expect("the port is taken before anything is loaded. This is a bug.");
+    let (mut presence, kv_events) = Presence::open(config, address, facts)?;
+    let max_prompt_tokens = (max_model_len - 1).min(pool.num_blocks() * config.block_size) as u64;
+    let parts = Parts { config: core, info, metrics, runner, pool: Some(pool), driver, kv_events };
+    let engine = service::spawn(parts, events, queue);
+    state.record.set(presence.record.clone()).expect("a process loads one model. This is a bug.");
+    presence.register()?;
     let serving = Serving { engine: engine.handle.clone(), text, defaults: files.generation.sampling };
     let tasks: Tasks = Arc::default();
-    let ended = tasks.clone();
+    let (ended, mine) = (tasks.clone(), tasks.clone());
     let start = linked.map(|(driver, hello)| {
         let lease_ms = config.kv_lease.as_millis() as u64;
         let greeting = Greeting { hello, max_prompt_tokens, lease_ms, on_demand: false };
@@ -122,9 +108,22 @@ pub fn load(config: &Config, state: &Arc<AppState>) -> anyhow::Result<Worker> {
         let (config, state, runtime) = (config.clone(), state.clone(), Handle::current());
         Box::new(move || link(&config, &state, context, &runtime, &tasks)) as Box<dyn FnOnce() + Send>
     });
+    if let Some(registration) = presence.registration() {
+        // Whoever looks for workers finds this one no more as soon as it is told to stop.
+        let readiness = state.readiness.clone();
+        let withdraw = async move {
+            readiness.draining().await;
+            registration.withdraw().await;
+        };
+        mine.lock().unwrap_or_else(PoisonError::into_inner).push(Handle::current().spawn(withdraw));
+    }
     let stop = move || {
+        if let Some(registration) = presence.registration() {
+            Handle::current().block_on(registration.withdraw());
+        }
         ended.lock().unwrap_or_else(PoisonError::into_inner).iter().for_each(JoinHandle::abort);
         engine.stop();
+        presence.close();
     };
     Ok(Worker { serving, start, stop: Box::new(stop) })
 }

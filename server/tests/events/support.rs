@@ -14,6 +14,7 @@ use server::discovery::{EventEndpoints, WorkerRecord};
 use server::events::options::PublishOptions;
 use server::events::publisher::Publisher;
 use server::events::snapshot;
+use server::router::disagg::DisaggPolicy;
 use server::router::policies::KvPolicy;
 use server::router::{Prompt, Router, RouterConfig, WorkerId, WorkerRole};
 
@@ -32,6 +33,9 @@ pub fn router() -> Arc<Router> {
         predicted_ttl: None,
         index_bytes: 64 << 20,
         booking_lease: Duration::from_secs(300),
+        disagg: DisaggPolicy::Auto,
+        max_decode_share: None,
+        max_prefill_tokens: None,
     })
 }
 
