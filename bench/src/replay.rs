@@ -105,7 +105,6 @@ pub async fn run(args: Args) -> Result<()> {
         let flags = [
             "--role=both".to_owned(),
             "--device=sim".to_owned(),
-            "--kv-events".to_owned(),
             format!("--model={}", args.model),
             format!("--num-kv-blocks={}", args.worker_tokens / BLOCK),
             format!("--sim-profile={}", args.sim_profile),

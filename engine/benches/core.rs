@@ -55,6 +55,7 @@ fn running() -> Core {
             seed: 0,
             keep: false,
             fetch: None,
+            prefill: Default::default(),
             arrival: Duration::ZERO,
             deadline: Duration::MAX,
         };

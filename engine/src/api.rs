@@ -4,6 +4,8 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
+use transfer::PeerId;
+
 use crate::core::Fetch;
 use crate::handoff::{PrefillTiming, Totals};
 
@@ -74,6 +76,18 @@ impl SamplingParams {
     }
 }
 
+/// Who computes a prompt, on a worker that has prefill workers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PrefillBy {
+    /// The least loaded prefill worker, or this one.
+    #[default]
+    Anyone,
+    /// This worker.
+    Here,
+    /// This prefill worker, as far as it can; else this one.
+    Peer(PeerId),
+}
+
 /// One sequence to continue.
 #[derive(Clone, Debug)]
 pub struct GenerateRequest {
@@ -88,6 +102,8 @@ pub struct GenerateRequest {
     pub keep: bool,
     /// Where the prompt's KV is to be had: it is read from there instead of computed.
     pub fetch: Option<Fetch>,
+    /// Who computes the prompt.
+    pub prefill: PrefillBy,
     /// When the server took the request.
     pub arrival: Instant,
     /// The request ends with an error after this long.

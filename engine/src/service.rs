@@ -304,6 +304,7 @@ impl Service {
             seed,
             keep: request.keep,
             fetch: request.fetch,
+            prefill: request.prefill,
             arrival,
             deadline: arrival + request.timeout,
         };

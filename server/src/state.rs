@@ -14,6 +14,7 @@ use crate::discovery::WorkerRecord;
 use crate::error::ApiError;
 use crate::layers::HttpMetrics;
 use crate::link::demand::Demand;
+use crate::link::named::Named;
 use crate::link::peers::Peers;
 use crate::link::server::LinkServer;
 use crate::readiness::Readiness;
@@ -51,7 +52,7 @@ pub enum Handoffs {
     /// It computes prompts and keeps their KV, under this name and address.
     Keeps { engine_id: String, host: String },
     /// It fetches KV from those that keep it.
-    Fetches { demand: Demand, peers: Peers },
+    Fetches { demand: Demand, peers: Peers, named: Named },
 }
 
 /// What is there once the model is loaded.

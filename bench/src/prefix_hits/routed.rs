@@ -52,7 +52,6 @@ pub async fn run(args: Args) -> Result<()> {
         std::fs::create_dir(&dir).map_err(BenchError::io(dir.display().to_string()))?;
         let mut flags = vec![format!("--model={}", args.model), "--role=both".to_owned()];
         flags.extend(args.serve_args());
-        flags.extend(events.then(|| "--kv-events".to_owned()));
         let mut worker = Process::start(&serve_binary()?, &dir, "worker", &flags).await?;
         worker.ready(&Client::new(worker.url())).await?;
         workers.push(worker);

@@ -6,7 +6,7 @@ use transfer::{Direction, PeerId};
 
 use super::quarantine::Writer;
 use super::{Core, Effect, KvFailure, Settling, Stale};
-use crate::api::{KvFault, Output, RequestError};
+use crate::api::{KvFault, Output, PrefillBy, RequestError};
 use crate::handle::RequestId;
 use crate::handoff::{PeerMessage, PrefillTiming, TicketId, ToDecode, ToPrefill, Totals, WriteNote};
 use crate::pool::{BlockId, Holder};
@@ -21,10 +21,16 @@ const NOTIFICATION_TIME: Duration = Duration::from_secs(5);
 impl Core {
     /// Sends a new request's prompt to the least loaded prefill worker that can take it. False if it is better, or only
     /// possible, here: no prefill worker is up or none takes prompts so long, or all but the last block is cached here.
-    pub(super) fn try_remote(&mut self, id: RequestId, now: Duration) -> bool {
+    pub(super) fn try_remote(&mut self, id: RequestId, by: PrefillBy, now: Duration) -> bool {
         let request = &self.requests[&id];
         let (prompt_len, local_only) = (request.prompt_len, request.local_only);
-        let prompt_peers = || self.prefill_peers.iter().filter(|(_, peer)| !peer.link.on_demand);
+        let asked = |peer: &PeerId| match by {
+            PrefillBy::Anyone => true,
+            PrefillBy::Here => false,
+            PrefillBy::Peer(named) => *peer == named,
+        };
+        let linked = self.prefill_peers.iter().filter(|(id, _)| asked(id));
+        let prompt_peers = || linked.clone().filter(|(_, peer)| !peer.link.on_demand);
         let Some(longest) = prompt_peers().map(|(_, peer)| peer.link.max_prompt).max() else { return false };
         let fitting = prompt_peers().filter(|(_, peer)| prompt_len <= peer.link.max_prompt);
         let best = fitting.min_by_key(|(_, peer)| peer.load).map(|(id, peer)| (*id, peer.link.direction));

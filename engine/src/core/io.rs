@@ -5,7 +5,7 @@ use std::time::Duration;
 use transfer::{PeerId, Span};
 
 use super::{Fetch, ReadRange};
-use crate::api::{KvFault, Output, SamplingParams, TokenId};
+use crate::api::{KvFault, Output, PrefillBy, SamplingParams, TokenId};
 use crate::event::PeerRole;
 use crate::handle::RequestId;
 use crate::handoff::{PeerMessage, PrefillTiming, TicketId, ToDecode, ToPrefill, Totals, WriteNote};
@@ -61,6 +61,7 @@ pub struct Submit {
     pub keep: bool,
     /// Where the prompt's KV is to be had.
     pub fetch: Option<Fetch>,
+    pub prefill: PrefillBy,
     pub arrival: Duration,
     pub deadline: Duration,
 }

@@ -306,7 +306,7 @@ impl Core {
         self.requests.insert(id, request);
         match submit.fetch {
             Some(fetch) => self.claim(id, fetch, now),
-            None if self.try_remote(id, now) => {}
+            None if self.try_remote(id, submit.prefill, now) => {}
             None => self.enqueue(id),
         }
     }

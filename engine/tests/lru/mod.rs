@@ -56,6 +56,7 @@ pub fn by_engine(prompts: &[Vec<u32>], num_blocks: usize) -> Vec<usize> {
                 seed: 0,
                 keep: false,
                 fetch: None,
+                prefill: Default::default(),
                 arrival: Duration::ZERO,
                 deadline: Duration::MAX,
             }),

@@ -77,7 +77,15 @@ pub struct ModelMetrics {
 impl FrontMetrics {
     /// Fails only if `registry` has one of the names already.
     pub fn register(registry: &Registry) -> prometheus::Result<Self> {
-        let r = Registrar(registry);
+        let metrics = Self::all(&Registrar(registry))?;
+        // Both are there from the start: a series that is missing is not 0.
+        for direction in ["over", "under"] {
+            metrics.drift.with_label_values(&[direction]);
+        }
+        Ok(metrics)
+    }
+
+    fn all(r: &Registrar<'_>) -> prometheus::Result<Self> {
         let model = &["model"][..];
         Ok(Self {
             requests: r.counters(

@@ -73,7 +73,8 @@ impl Asked {
     }
 
     fn peek(body: &[u8], name: impl FnOnce(&[u8]) -> Prompt) -> Result<Self, ApiError> {
-        let text = std::str::from_utf8(body).ok();
+        // A list of values would be read as the fields, in their order.
+        let text = std::str::from_utf8(body).ok().filter(|text| text.trim_start().starts_with('{'));
         let peek: Option<Peek<'_>> = text.and_then(|text| serde_json::from_str(text).ok());
         // The slow way finds the words for what is wrong.
         let Some(peek) = peek else {

@@ -50,9 +50,13 @@ pub async fn keep(context: LinkContext, url: PeerUrl, peers: Peers, demand: Dema
                         peers.set(&url, Standing::Up { max_prompt: theirs.max_prompt_tokens });
                         previous = Some(peer);
                         let mut up = None;
-                        let on_up = || up = Some(demand.is_up(theirs.hello.incarnation, peer));
+                        let on_up = || {
+                            up = Some(demand.is_up(theirs.hello.incarnation, peer));
+                            peers.link(&url, Some(peer));
+                        };
                         let reason = run(&context, peer, socket, &theirs, false, on_up).await;
                         drop(up);
+                        peers.link(&url, None);
                         context.engine.send(Event::PeerDown(peer));
                         // Fences what the old link may still write, before a new one is tried.
                         let _ = context.driver.remove_peer(peer);

@@ -11,6 +11,7 @@
 pub mod client;
 pub mod demand;
 pub mod frame;
+pub mod named;
 pub mod peers;
 pub mod server;
 

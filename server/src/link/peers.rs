@@ -1,9 +1,11 @@
 //! What a decode worker knows of its prefill workers, and what that means for its readiness.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use serde_json::{Value, json};
+use tokio::sync::watch;
+use transfer::PeerId;
 
 use crate::config::PeerUrl;
 use crate::readiness::{Readiness, State};
@@ -24,13 +26,18 @@ pub enum Standing {
 #[derive(Clone, Debug)]
 pub struct Peers {
     standings: Arc<Mutex<BTreeMap<String, Standing>>>,
+    /// The engine's names of those that are linked.
+    peers: Arc<Mutex<HashMap<PeerUrl, PeerId>>>,
+    /// Counts changes.
+    changes: Arc<watch::Sender<u64>>,
     readiness: Readiness,
 }
 
 impl Peers {
     pub fn new(urls: &[PeerUrl], readiness: Readiness) -> Self {
         let standings = urls.iter().map(|url| (url.to_string(), Standing::Trying)).collect();
-        Self { standings: Arc::new(Mutex::new(standings)), readiness }
+        let (peers, changes) = (Arc::default(), Arc::new(watch::Sender::new(0)));
+        Self { standings: Arc::new(Mutex::new(standings)), peers, changes, readiness }
     }
 
     pub fn set(&self, url: &PeerUrl, standing: Standing) {
@@ -53,7 +60,65 @@ impl Peers {
         if let Some(state) = readiness(&standings) {
             self.readiness.set(state);
         }
+        drop(standings);
+        self.changes.send_modify(|count| *count += 1);
     }
+
+    /// The engine knows the worker at `url` as `peer`, or has lost it.
+    pub fn link(&self, url: &PeerUrl, peer: Option<PeerId>) {
+        let mut peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
+        match peer {
+            Some(peer) => peers.insert(url.clone(), peer),
+            None => peers.remove(url),
+        };
+        drop(peers);
+        self.changes.send_modify(|count| *count += 1);
+    }
+
+    /// Whether there is a link to `url` now.
+    pub fn linked(&self, url: &PeerUrl) -> Linked {
+        let peer = self.peers.lock().unwrap_or_else(PoisonError::into_inner).get(url).copied();
+        let standings = self.standings.lock().unwrap_or_else(PoisonError::into_inner);
+        match (peer, standings.get(&url.to_string())) {
+            (Some(peer), _) => Linked::Up(peer),
+            (None, Some(Standing::Down(_) | Standing::Refused(_))) => Linked::Failed,
+            (None, _) => Linked::Trying,
+        }
+    }
+
+    /// Resolves when the attempt to link `url` that is under way has ended.
+    pub async fn settled(&self, url: &PeerUrl) -> Linked {
+        let mut changes = self.changes.subscribe();
+        let ended = changes.wait_for(|_| self.linked(url) != Linked::Trying).await;
+        // An error would mean that nobody changes anything any more; `self` does.
+        drop(ended);
+        self.linked(url)
+    }
+
+    /// Whether this is one of the workers of these links.
+    pub fn knows(&self, url: &PeerUrl) -> bool {
+        self.standings.lock().unwrap_or_else(PoisonError::into_inner).contains_key(&url.to_string())
+    }
+
+    /// A link to `url` is about to be made.
+    pub fn expect(&self, url: &PeerUrl) {
+        let mut standings = self.standings.lock().unwrap_or_else(PoisonError::into_inner);
+        standings.insert(url.to_string(), Standing::Trying);
+    }
+
+    /// Nobody keeps a link to `url` any more.
+    pub fn forget(&self, url: &PeerUrl) {
+        self.standings.lock().unwrap_or_else(PoisonError::into_inner).remove(&url.to_string());
+        self.link(url, None);
+    }
+}
+
+/// How a link is, for a request that wants it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Linked {
+    Up(PeerId),
+    Trying,
+    Failed,
 }
 
 impl Peers {

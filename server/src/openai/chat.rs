@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use axum::Extension;
 use axum::extract::State;
+use axum::http::HeaderMap;
 use axum::response::Response;
 use serde_json::{Map, Value};
 
@@ -18,6 +19,7 @@ use super::response::Api;
 use super::unsupported::check_chat;
 use crate::error::ApiError;
 use crate::layers::RequestId;
+use crate::link::named::PrefillName;
 use crate::state::AppState;
 use crate::text::Conversation;
 
@@ -27,19 +29,21 @@ const DEFAULT_MAX_TOKENS: usize = usize::MAX;
 pub async fn chat_completions(
     State(state): State<Arc<AppState>>,
     Extension(request_id): Extension<RequestId>,
+    headers: HeaderMap,
     JsonBody(mut fields): JsonBody,
 ) -> Result<Response, ApiError> {
     let arrival = Instant::now();
     state.check_model(fields.str("model")?)?;
     let serving = state.serving()?;
     check_chat(&fields)?;
+    let prefill = PrefillName::of(&headers)?;
     let kv = KvTransfer::parse(&fields, &state)?;
     let mut options = Options::parse(Api::Chat, &fields, &serving.defaults, serving.engine.info())?;
     kv.restrict(1, &mut options)?;
     let conversation = take_conversation(&mut fields)?;
     let prompts = vec![serving.text.clone().encode_chat(conversation).await?];
     let default_max_tokens = DEFAULT_MAX_TOKENS;
-    let job = Job { api: Api::Chat, request_id, arrival, options, prompts, default_max_tokens, kv };
+    let job = Job { api: Api::Chat, request_id, arrival, options, prompts, default_max_tokens, kv, prefill };
     respond(&state, serving, job).await
 }
 

@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use axum::Extension;
 use axum::extract::State;
+use axum::http::HeaderMap;
 use axum::response::Response;
 
 use super::body::JsonBody;
@@ -16,6 +17,7 @@ use super::response::Api;
 use super::unsupported::check_completions;
 use crate::error::ApiError;
 use crate::layers::RequestId;
+use crate::link::named::PrefillName;
 use crate::state::AppState;
 
 /// OpenAI's default.
@@ -24,12 +26,14 @@ const DEFAULT_MAX_TOKENS: usize = 16;
 pub async fn completions(
     State(state): State<Arc<AppState>>,
     Extension(request_id): Extension<RequestId>,
+    headers: HeaderMap,
     JsonBody(mut fields): JsonBody,
 ) -> Result<Response, ApiError> {
     let arrival = Instant::now();
     state.check_model(fields.str("model")?)?;
     let serving = state.serving()?;
     check_completions(&fields)?;
+    let prefill = PrefillName::of(&headers)?;
     let kv = KvTransfer::parse(&fields, &state)?;
     let mut options = Options::parse(Api::Completions, &fields, &serving.defaults, serving.engine.info())?;
     let prompts = take_prompts(&mut fields)?;
@@ -37,7 +41,7 @@ pub async fn completions(
     check_count(prompts.len() * options.n, serving.engine.info().max_queued)?;
     let prompts = serving.text.clone().encode(prompts).await?;
     let default_max_tokens = DEFAULT_MAX_TOKENS;
-    let job = Job { api: Api::Completions, request_id, arrival, options, prompts, default_max_tokens, kv };
+    let job = Job { api: Api::Completions, request_id, arrival, options, prompts, default_max_tokens, kv, prefill };
     respond(&state, serving, job).await
 }
 

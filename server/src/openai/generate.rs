@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use axum::Json;
 use axum::response::{IntoResponse, Response};
-use engine::api::{GenerateRequest, KeptKv, RequestError, TokenId};
+use engine::api::{GenerateRequest, KeptKv, PrefillBy, RequestError, TokenId};
 use engine::core::Fetch;
 use futures_util::future::try_join_all;
 use serde_json::Value;
@@ -17,7 +17,8 @@ use super::response::{Answer, Api, Envelope, Usage};
 use super::sse;
 use crate::error::ApiError;
 use crate::layers::RequestId;
-use crate::state::{AppState, Serving, unix_time};
+use crate::link::named::PrefillName;
+use crate::state::{AppState, Handoffs, Serving, unix_time};
 
 /// A request whose fields are read and whose prompts are tokens.
 pub struct Job {
@@ -29,6 +30,8 @@ pub struct Job {
     /// For requests that set no limit; cut to what the model's length leaves.
     pub default_max_tokens: usize,
     pub kv: KvTransfer,
+    /// Who computes the prompts, if a frontend said.
+    pub prefill: PrefillName,
 }
 
 /// Runs `job` and answers it in one piece or as a stream. Dropping the future, or the body of the response, aborts it.
@@ -38,8 +41,8 @@ pub async fn respond(state: &Arc<AppState>, serving: &Serving, job: Job) -> Resu
         with_kv: job.kv != KvTransfer::None,
         kept: Arc::default(),
     };
-    let fetch = job.kv.fetch(state).await?;
-    let choices = submit(state, serving, &job, fetch, &extras)?;
+    let source = KvSource { fetch: job.kv.fetch(state).await?, prefill: prefill(state, &job.prefill).await };
+    let choices = submit(state, serving, &job, &source, &extras)?;
     let envelope = Envelope::new(job.api, &job.request_id.0, unix_time(), &state.model_name);
     match job.options.stream {
         Some(stream) => {
@@ -49,12 +52,26 @@ pub async fn respond(state: &Arc<AppState>, serving: &Serving, job: Job) -> Resu
     }
 }
 
+/// Where the KV of a request's prompts comes from.
+struct KvSource {
+    fetch: Option<Fetch>,
+    prefill: PrefillBy,
+}
+
+/// Only a decode worker has a choice.
+async fn prefill(state: &AppState, name: &PrefillName) -> PrefillBy {
+    match state.kv.get() {
+        Some(Handoffs::Fetches { named, .. }) => named.prefill(name).await,
+        _ => PrefillBy::Anyone,
+    }
+}
+
 /// If one is refused, the ones before it are dropped and so aborted.
 fn submit(
     state: &Arc<AppState>,
     serving: &Serving,
     job: &Job,
-    fetch: Option<Fetch>,
+    source: &KvSource,
     extras: &Extras,
 ) -> Result<Vec<Choice>, ApiError> {
     let mut choices = Vec::new();
@@ -67,7 +84,8 @@ fn submit(
                 sampling: job.options.sampling_for(copy, ids.len(), job.default_max_tokens, max_len),
                 cache_salt: job.options.cache_salt.clone(),
                 keep: job.kv == KvTransfer::Keep,
-                fetch: fetch.clone(),
+                fetch: source.fetch.clone(),
+                prefill: source.prefill,
                 arrival: job.arrival,
                 timeout: job.options.timeout.unwrap_or(Duration::MAX).min(state.request_timeout),
             };

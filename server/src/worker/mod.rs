@@ -22,6 +22,7 @@ use crate::args::{self, Role};
 use crate::config::{Config, PeerUrl};
 use crate::link::demand::Demand;
 use crate::link::frame::Greeting;
+use crate::link::named::Named;
 use crate::link::peers::Peers;
 use crate::link::server::LinkServer;
 use crate::link::{LinkContext, client};
@@ -141,7 +142,8 @@ fn link(config: &Config, state: &Arc<AppState>, context: LinkContext, runtime: &
     }
     let peers = Peers::new(&config.prefill, state.readiness.clone());
     let demand = Demand::new(context.clone());
-    let first = state.kv.set(Handoffs::Fetches { demand: demand.clone(), peers: peers.clone() }).is_ok();
+    let named = Named::new(context.clone(), demand.clone(), peers.clone());
+    let first = state.kv.set(Handoffs::Fetches { demand: demand.clone(), peers: peers.clone(), named }).is_ok();
     assert!(first, "a process loads one model. This is a bug.");
     if config.prefill.is_empty() {
         return state.readiness.set(State::Ready);

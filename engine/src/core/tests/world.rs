@@ -156,6 +156,7 @@ impl Worker {
             seed: 0,
             keep,
             fetch,
+            prefill: Default::default(),
             arrival: self.now,
             deadline: self.now + Duration::from_secs(3600),
         }));
