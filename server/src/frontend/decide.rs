@@ -105,7 +105,9 @@ impl Front {
             .collect();
         self.sync_conditions(&legs);
         let mut without = tried.excluded.clone();
-        without.extend(legs.iter().filter(|leg| !serves_model(leg, asked.model.as_deref())).map(|leg| leg.life.id));
+        without.extend(
+            legs.iter().filter(|leg| !serves_model(leg, asked.model.as_deref())).map(|leg| leg.life.id),
+        );
         loop {
             let mut booking = self.router.route(&asked.prompt, &without)?;
             let choice = booking.choice();
