@@ -59,7 +59,12 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 16)]
     concurrency: usize,
     /// Modes of the router; kv-approximate is kv without events.
-    #[arg(long, value_name = "MODE", value_delimiter = ',', default_value = "kv,kv-approximate,round-robin,random")]
+    #[arg(
+        long,
+        value_name = "MODE",
+        value_delimiter = ',',
+        default_value = "kv,kv-approximate,round-robin,random"
+    )]
     modes: Vec<String>,
     /// Write everything to this file.
     #[arg(long, value_name = "FILE")]
@@ -118,7 +123,11 @@ pub async fn run(args: Args) -> Result<()> {
     let (alphabet, limit) = (prompts::alphabet(&client).await?, client.model().await?.max_model_len);
     let requests = prompts_of(&args, &lines, &alphabet, limit);
     let (ideal, prompt_tokens) = ideal(&requests);
-    println!("{} requests, {prompt_tokens} prompt tokens; an endless cache would find {:.1} %", requests.len(), ideal * 100.0);
+    println!(
+        "{} requests, {prompt_tokens} prompt tokens; an endless cache would find {:.1} %",
+        requests.len(),
+        ideal * 100.0
+    );
     let mut rows = Vec::new();
     for mode in &args.modes {
         let row = replay(&args, mode, &workers, &requests, logs.path()).await?;
@@ -139,7 +148,8 @@ pub async fn run(args: Args) -> Result<()> {
         settings: args,
     };
     let Some(path) = &report.settings.json else { return Ok(()) };
-    let json = serde_json::to_vec_pretty(&report).expect("numbers and strings always serialize. This is a bug.");
+    let json =
+        serde_json::to_vec_pretty(&report).expect("numbers and strings always serialize. This is a bug.");
     std::fs::write(path, json).map_err(BenchError::io(path.display().to_string()))
 }
 
@@ -167,7 +177,9 @@ fn prompts_of(args: &Args, lines: &[Line], alphabet: &[u32], limit: usize) -> Ve
     let tokens = |hash: u64| -> Vec<u32> {
         let mut rng = StdRng::seed_from_u64(hash);
         // 64 random bits in the first tokens keep blocks apart, whatever the alphabet's size.
-        (0..block).map(|_| *alphabet.choose(&mut rng).expect("checked by its maker. This is a bug.")).collect()
+        (0..block)
+            .map(|_| *alphabet.choose(&mut rng).expect("checked by its maker. This is a bug."))
+            .collect()
     };
     let request = |(number, line): (usize, &Line)| {
         let output_tokens = line.output_length.div_ceil(scale).max(1);
@@ -197,7 +209,9 @@ fn ideal(requests: &[Request]) -> (f64, usize) {
             let known = !seen.insert((parent, block.to_vec()));
             hit &= known && index < usable;
             found += if hit { BLOCK } else { 0 };
-            parent = block.iter().fold(parent, |hash, token| (hash ^ u64::from(*token)).wrapping_mul(0x0100_0000_01b3));
+            parent = block
+                .iter()
+                .fold(parent, |hash, token| (hash ^ u64::from(*token)).wrapping_mul(0x0100_0000_01b3));
         }
     }
     (found as f64 / all.max(1) as f64, all)
@@ -232,7 +246,8 @@ async fn replay(
     let mean = requests.iter().map(|request| request.output_tokens).sum::<usize>() / requests.len().max(1);
     let load = Load { concurrency: args.concurrency, output_tokens: mean.max(1) };
     let prompts: Vec<_> = requests.iter().map(|request| request.prompt.clone()).collect();
-    let samples = sample::complete_all(&client, &prompts, load, |prompt| format!("replay-{}", prompt.number)).await?;
+    let samples =
+        sample::complete_all(&client, &prompts, load, |prompt| format!("replay-{}", prompt.number)).await?;
     front.stop().await?;
     let sum = |of: fn(&sample::Sample) -> usize| samples.iter().map(of).sum::<usize>() as f64;
     let ttft: Vec<_> = samples.iter().filter_map(sample::Sample::ttft).collect();

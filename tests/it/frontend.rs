@@ -43,7 +43,8 @@ async fn bodies_reach_a_foreign_worker_unchanged_with_the_clients_headers() {
     };
     let front = Worker::start(dir.path(), launch).await;
     front.health_is("ready").await;
-    let ask = Ask::chat("é\u{1F600} \"quoted\"").with("a_field_of_its_own", json!({"z": 1, "a": [1.50, null]}));
+    let ask =
+        Ask::chat("é\u{1F600} \"quoted\"").with("a_field_of_its_own", json!({"z": 1, "a": [1.50, null]}));
     let (status, headers, _) = front.client().exchange(&ask).await.expect("an answer");
     assert_eq!(status, 200);
     assert_eq!(header(&headers, "x-kvferry-worker"), Some(fake.url()));
@@ -132,7 +133,8 @@ async fn rt_13_prompts_shorter_than_a_block_are_spread_and_leave_no_nan() {
         let answered = fleet.answered().await;
         assert!(answered.iter().all(|count| (12..=28).contains(count)), "{temperature}: {answered:?}");
         let (_, text) = fleet.client().get("/metrics").await.expect("/metrics answers");
-        let values = text.lines().filter(|line| !line.starts_with('#')).filter_map(|line| line.rsplit(' ').next());
+        let values =
+            text.lines().filter(|line| !line.starts_with('#')).filter_map(|line| line.rsplit(' ').next());
         assert!(values.clone().count() > 50);
         assert!(values.into_iter().all(|value| value.parse::<f64>().is_ok_and(f64::is_finite)), "{text}");
     }
@@ -144,7 +146,8 @@ async fn rt_08_a_shared_prefix_does_not_pin_the_load() {
     let fleet = Fleet::start(&["--num-kv-blocks 2000 --sim-speed 10"; 4], "--no-router-kv-events").await;
     for shared in [64, 0] {
         let before = fleet.answered().await;
-        let prompt = |seed| [prompts::ids(shared, 7), prompts::ids(500, 10_000 * shared as u64 + seed)].concat();
+        let prompt =
+            |seed| [prompts::ids(shared, 7), prompts::ids(500, 10_000 * shared as u64 + seed)].concat();
         let asks: Vec<_> = (0..160).map(|seed| Ask::completion(prompt(seed)).tokens(20)).collect();
         for group in asks.chunks(16) {
             fleet.client().answers(group).await;
@@ -172,7 +175,8 @@ async fn explain_says_where_a_request_would_go_and_changes_nothing() {
     for _ in 0..3 {
         assert_eq!(overlaps(&explain().await), [0, 0]);
     }
-    let (_, headers, _) = fleet.client().exchange(&Ask::completion(prompts::ids(100, 1)).max_tokens(1)).await.unwrap();
+    let (_, headers, _) =
+        fleet.client().exchange(&Ask::completion(prompts::ids(100, 1)).max_tokens(1)).await.unwrap();
     let answer = explain().await;
     assert_eq!(answer["serve_url"].as_str(), header(&headers, "x-kvferry-worker").as_deref());
     assert_eq!((answer["num_tokens"].as_u64(), answer["mode"].as_str()), (Some(100), Some("kv")));
@@ -193,7 +197,10 @@ async fn the_status_page_and_its_news_are_there() {
     assert!(status == 200 && page.contains("<title>kvferry") && page.contains("status/events"));
     let (_, text) = fleet.client().get("/status").await.expect("its content");
     let content: Value = serde_json::from_str(&text).expect("JSON");
-    assert_eq!((content["workers"][0]["state"].as_str(), content["workers"][0]["index"].as_str()), (Some("ready"), Some("approximate")));
+    assert_eq!(
+        (content["workers"][0]["state"].as_str(), content["workers"][0]["index"].as_str()),
+        (Some("ready"), Some("approximate"))
+    );
     assert_eq!(content["minute"]["requests"], 1);
     assert!(content["minute"]["ttft_p50_ms"].as_f64().is_some_and(|ms| ms > 0.0), "{text}");
 }
@@ -229,15 +236,21 @@ async fn ops_03_metrics_do_not_grow_with_what_clients_send() {
 async fn ops_02_ready_means_that_a_request_is_answered() {
     let dir = tempfile::tempdir().expect("a temporary folder can be made");
     // The frontend is there before its worker: a port that nobody has.
-    let port = std::net::TcpListener::bind("127.0.0.1:0").expect("free ports").local_addr().expect("bound").port();
-    let front = start_front(dir.path(), &format!("--worker-url http://127.0.0.1:{port} --no-router-kv-events")).await;
+    let port =
+        std::net::TcpListener::bind("127.0.0.1:0").expect("free ports").local_addr().expect("bound").port();
+    let front =
+        start_front(dir.path(), &format!("--worker-url http://127.0.0.1:{port} --no-router-kv-events")).await;
     let client = front.client();
     front.health_says("unavailable", &[&port.to_string()]).await;
     let failure = client.ask(&Ask::chat("A")).await.unwrap_err();
     assert_eq!(failure.status(), Some(503), "{failure:?}");
     let listed = |text: String| text.contains("\"demo\"");
     assert!(!listed(client.get("/v1/models").await.expect("an answer").1));
-    let launch = Deployment::both().flags(tests::fleet::SIM).launch("late", &format!("--role both --port {port}"), &[]);
+    let launch = Deployment::both().flags(tests::fleet::SIM).launch(
+        "late",
+        &format!("--role both --port {port}"),
+        &[],
+    );
     let worker = Worker::start(dir.path(), launch);
     let poll = async {
         loop {

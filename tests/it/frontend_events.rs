@@ -20,9 +20,9 @@ fn prompt(kind: u64, turn: u64) -> Vec<u32> {
 async fn followed(front: &Client, count: usize) {
     until(SOON, &format!("{count} workers to be followed"), || async {
         let status = status(front).await;
-        let found = status["workers"].as_array().map_or(0, |workers| {
-            workers.iter().filter(|worker| worker["index"] == "events").count()
-        });
+        let found = status["workers"]
+            .as_array()
+            .map_or(0, |workers| workers.iter().filter(|worker| worker["index"] == "events").count());
         (found == count).then_some(()).ok_or(status["workers"].to_string())
     })
     .await;
@@ -35,10 +35,12 @@ async fn status(front: &Client) -> Value {
 
 /// The overlap of each worker with a prompt, in blocks, in no order.
 async fn overlaps(front: &Client, prompt: &[u32]) -> Vec<u64> {
-    let (status, answer) = front.post("/route/explain", &json!({ "prompt": prompt })).await.expect("an answer");
+    let (status, answer) =
+        front.post("/route/explain", &json!({ "prompt": prompt })).await.expect("an answer");
     assert_eq!(status, 200, "{answer}");
     let workers = answer["cluster"]["workers"].as_array().expect("a list");
-    let mut overlaps: Vec<_> = workers.iter().map(|worker| worker["overlap_blocks"].as_u64().expect("a number")).collect();
+    let mut overlaps: Vec<_> =
+        workers.iter().map(|worker| worker["overlap_blocks"].as_u64().expect("a number")).collect();
     overlaps.sort_unstable();
     overlaps
 }
@@ -78,7 +80,9 @@ async fn rt_01_workers_without_events_cost_no_hits_and_are_loud() {
         let log = fleet.front.log();
         for worker in &fleet.workers[..silent] {
             let named = |line: &str| {
-                line.contains("ERROR") && line.contains("kv_event_publisher_disabled") && line.contains(worker.client().url())
+                line.contains("ERROR")
+                    && line.contains("kv_event_publisher_disabled")
+                    && line.contains(worker.client().url())
             };
             assert!(log.lines().any(named) && log.contains("--kv-events"), "{log}");
         }
@@ -149,7 +153,8 @@ async fn audit(front: &Client, query: &str) -> Vec<(u64, u64)> {
     let (_, text) = front.get(&format!("/route/index{query}")).await.expect("an audit");
     let audit: Value = serde_json::from_str(&text).expect("JSON");
     let workers = audit["workers"].as_array().expect("a list");
-    let number = |worker: &Value, field: &str| worker["audit"][field].as_u64().unwrap_or_else(|| panic!("{text}"));
+    let number =
+        |worker: &Value, field: &str| worker["audit"][field].as_u64().unwrap_or_else(|| panic!("{text}"));
     workers.iter().map(|worker| (number(worker, "missing"), number(worker, "extra"))).collect()
 }
 

@@ -39,9 +39,11 @@ async fn a_stream_that_breaks_ends_with_an_error_and_never_as_if_it_were_whole()
 
 #[tokio::test]
 async fn before_the_first_byte_another_worker_answers() {
-    let (bad, good) = (FakeWorker::start(Behaviour::Answer).await, FakeWorker::start(Behaviour::Answer).await);
+    let (bad, good) =
+        (FakeWorker::start(Behaviour::Answer).await, FakeWorker::start(Behaviour::Answer).await);
     let (front, _dir) = front_of(&[&bad, &good], "--worker-url {0},{1} --router-mode round-robin").await;
-    for behaviour in [Behaviour::Refuse(503), Behaviour::Refuse(429), Behaviour::Break(0), Behaviour::Stop(0)] {
+    for behaviour in [Behaviour::Refuse(503), Behaviour::Refuse(429), Behaviour::Break(0), Behaviour::Stop(0)]
+    {
         bad.behave(behaviour.clone());
         front.health_is("ready").await;
         let before = good.received().len();
@@ -56,7 +58,8 @@ async fn before_the_first_byte_another_worker_answers() {
 
 #[tokio::test]
 async fn a_request_that_is_at_fault_is_not_tried_again() {
-    let (one, two) = (FakeWorker::start(Behaviour::Refuse(400)).await, FakeWorker::start(Behaviour::Refuse(400)).await);
+    let (one, two) =
+        (FakeWorker::start(Behaviour::Refuse(400)).await, FakeWorker::start(Behaviour::Refuse(400)).await);
     let (front, _dir) = front_of(&[&one, &two], "--worker-url {0},{1} --router-mode round-robin").await;
     let failure = front.client().ask(&ask(1)).await.unwrap_err();
     assert_eq!((failure.status(), failure.message()), (Some(400), "no room"));
@@ -66,7 +69,8 @@ async fn a_request_that_is_at_fault_is_not_tried_again() {
 /// rt-09: full workers are left out, and when all are clients hear it at once.
 #[tokio::test]
 async fn rt_09_full_workers_are_left_out_and_clients_are_told_when_all_are() {
-    let (one, two) = (FakeWorker::start(Behaviour::Refuse(503)).await, FakeWorker::start(Behaviour::Answer).await);
+    let (one, two) =
+        (FakeWorker::start(Behaviour::Refuse(503)).await, FakeWorker::start(Behaviour::Answer).await);
     let (front, _dir) = front_of(&[&one, &two], "--worker-url {0},{1} --router-mode round-robin").await;
     for seed in 0..10 {
         front.client().answer(&ask(seed)).await;
@@ -77,7 +81,10 @@ async fn rt_09_full_workers_are_left_out_and_clients_are_told_when_all_are() {
     assert_eq!(status, 503, "{body}");
     assert!(header(&headers, "retry-after").is_some(), "{headers:?}");
     two.behave(Behaviour::Answer);
-    until(SOON, "an answer", || async { front.client().ask(&ask(100)).await.map_err(|failure| format!("{failure:?}")) }).await;
+    until(SOON, "an answer", || async {
+        front.client().ask(&ask(100)).await.map_err(|failure| format!("{failure:?}"))
+    })
+    .await;
     idle(&front.client()).await;
 }
 
@@ -87,16 +94,21 @@ async fn rt_09_a_worker_whose_cache_is_booked_gets_no_further_requests() {
     let flags = "--router-mode kv --no-router-kv-events --active-decode-blocks-threshold 0.2";
     let fleet = Fleet::start(&["--num-kv-blocks 100 --sim-speed 1"; 2], flags).await;
     let long = |seed| Ask::completion(prompts::ids(400, seed)).tokens(900).streamed();
-    let (first, second) = (fleet.client().open(&long(1)).await.unwrap(), fleet.client().open(&long(2)).await.unwrap());
+    let (first, second) =
+        (fleet.client().open(&long(1)).await.unwrap(), fleet.client().open(&long(2)).await.unwrap());
     for seed in 10..13 {
         let failure = fleet.client().ask(&ask(seed)).await.unwrap_err();
         assert_eq!(failure.status(), Some(503), "{failure:?}");
         assert!(failure.message().contains("overloaded"), "{failure:?}");
     }
-    let rejected = fleet.client().metrics().await.labelled("kvferry_frontend_rejected_total", "reason=\"overloaded\"");
+    let rejected =
+        fleet.client().metrics().await.labelled("kvferry_frontend_rejected_total", "reason=\"overloaded\"");
     assert_eq!(rejected, 3.0);
     drop((first, second));
-    until(SOON, "room", || async { fleet.client().ask(&ask(20)).await.map_err(|failure| format!("{failure:?}")) }).await;
+    until(SOON, "room", || async {
+        fleet.client().ask(&ask(20)).await.map_err(|failure| format!("{failure:?}"))
+    })
+    .await;
     fleet.settled().await;
 }
 
@@ -107,14 +119,16 @@ async fn rt_06_a_killed_worker_loses_no_request_and_comes_back() {
     let warm = Ask::completion(prompts::ids(320, 5)).max_tokens(2);
     let (_, headers, _) = fleet.client().exchange(&warm).await.expect("an answer");
     let favourite = header(&headers, "x-kvferry-worker").expect("it says who answered");
-    let index = fleet.workers.iter().position(|worker| worker.client().url() == favourite).expect("one of ours");
+    let index =
+        fleet.workers.iter().position(|worker| worker.client().url() == favourite).expect("one of ours");
     assert_eq!(fleet.client().answer(&warm).await.usage.cached, prompts::reusable(320));
     fleet.workers[index].kill();
     for _ in 0..20 {
         fleet.client().answer(&warm).await;
     }
     fleet.front.health_says("degraded", &[&favourite]).await;
-    let (_, explained) = fleet.client().post("/route/explain", &json!({"prompt": prompts::ids(320, 5)})).await.unwrap();
+    let (_, explained) =
+        fleet.client().post("/route/explain", &json!({"prompt": prompts::ids(320, 5)})).await.unwrap();
     assert_eq!(explained["cluster"]["workers"].as_array().map(Vec::len), Some(1), "{explained}");
     fleet.workers[index].restart().await;
     fleet.front.health_is("ready").await;
@@ -157,7 +171,8 @@ async fn a_worker_that_never_answers_ends_in_a_timeout_and_nothing_stays_booked(
 #[tokio::test]
 async fn a_client_that_leaves_ends_its_request_at_the_worker() {
     let fleet = Fleet::start(&["--sim-speed 1"], "--no-router-kv-events").await;
-    let mut stream = fleet.client().open(&Ask::completion(prompts::ids(64, 1)).tokens(3000).streamed()).await.unwrap();
+    let mut stream =
+        fleet.client().open(&Ask::completion(prompts::ids(64, 1)).tokens(3000).streamed()).await.unwrap();
     stream.more_text().await.expect("it runs");
     drop(stream);
     fleet.settled().await;
@@ -170,7 +185,10 @@ async fn a_client_that_leaves_ends_its_request_at_the_worker() {
         _ = waiting => panic!("the worker hangs"),
         () = until(SOON, "the request to arrive", || async { (hanging.running() == 1).then_some(()).ok_or("not yet".into()) }) => {}
     }
-    until(SOON, "the request to end", || async { (hanging.running() == 0).then_some(()).ok_or("not yet".into()) }).await;
+    until(SOON, "the request to end", || async {
+        (hanging.running() == 0).then_some(()).ok_or("not yet".into())
+    })
+    .await;
     idle(&client).await;
 }
 
@@ -179,7 +197,9 @@ async fn a_client_that_leaves_ends_its_request_at_the_worker() {
 async fn rt_11_bookings_end_with_their_requests_whatever_happens() {
     let mut fleet = Fleet::start(&["", "", ""], "--no-router-kv-events --request-timeout-secs 20").await;
     for round in 0..4u64 {
-        let asks: Vec<_> = (0..24).map(|i| Ask::completion(prompts::ids(60, round * 100 + i)).tokens(30).streamed()).collect();
+        let asks: Vec<_> = (0..24)
+            .map(|i| Ask::completion(prompts::ids(60, round * 100 + i)).tokens(30).streamed())
+            .collect();
         let client = fleet.client();
         let run = |index: usize| {
             let (client, ask) = (client.clone(), asks[index].clone());
@@ -208,7 +228,11 @@ async fn rt_11_bookings_end_with_their_requests_whatever_happens() {
 /// ops-01: a worker that is told to stop finishes what it has, and nobody notices.
 #[tokio::test]
 async fn ops_01_a_worker_that_drains_gets_no_new_request_and_finishes_its_streams() {
-    let mut fleet = Fleet::start(&["--sim-speed 2"; 2], "--no-router-kv-events --router-mode round-robin --health-check-interval-secs 0.2").await;
+    let mut fleet = Fleet::start(
+        &["--sim-speed 2"; 2],
+        "--no-router-kv-events --router-mode round-robin --health-check-interval-secs 0.2",
+    )
+    .await;
     let story = |seed| Ask::completion(prompts::ids(32, seed)).tokens(200).streamed();
     let mut streams = Vec::new();
     for seed in 0..4 {
@@ -230,14 +254,22 @@ async fn ops_01_a_worker_that_drains_gets_no_new_request_and_finishes_its_stream
 #[tokio::test]
 async fn ops_01_a_frontend_that_drains_finishes_its_streams_or_says_that_it_does_not() {
     for (grace, finishes) in [("30", true), ("0.2", false)] {
-        let mut fleet = Fleet::start(&["--sim-speed 1"], &format!("--no-router-kv-events --shutdown-grace-secs {grace}")).await;
+        let mut fleet =
+            Fleet::start(&["--sim-speed 1"], &format!("--no-router-kv-events --shutdown-grace-secs {grace}"))
+                .await;
         let tokens = if finishes { 100 } else { 3000 };
-        let mut stream = fleet.client().open(&Ask::completion(prompts::ids(32, 1)).tokens(tokens).streamed()).await.unwrap();
+        let mut stream = fleet
+            .client()
+            .open(&Ask::completion(prompts::ids(32, 1)).tokens(tokens).streamed())
+            .await
+            .unwrap();
         stream.more_text().await.expect("it runs");
         fleet.front.terminate();
         match (stream.finish().await, finishes) {
             (Ok(_), true) => {}
-            (Err(Failure::InStream { message, .. }), false) => assert!(message.contains("shutting down"), "{message}"),
+            (Err(Failure::InStream { message, .. }), false) => {
+                assert!(message.contains("shutting down"), "{message}")
+            }
             other => panic!("{other:?}"),
         }
         assert!(fleet.front.exited().await.success());
@@ -251,17 +283,27 @@ async fn a_pair_of_foreign_workers_is_driven_by_kv_transfer_params() {
     let params = json!({"do_remote_prefill": true, "remote_engine_id": "e", "remote_block_ids": [1, 2], "remote_host": "h", "remote_port": 5600, "remote_request_id": "r"});
     let prefill = FakeWorker::start(Behaviour::Prefill(Some(params.clone()))).await;
     let decode = FakeWorker::start(Behaviour::Answer).await;
-    let (front, _dir) = front_of(&[&prefill, &decode], "--prefill {0} --decode {1} --disagg-policy always --no-router-kv-events").await;
+    let (front, _dir) = front_of(
+        &[&prefill, &decode],
+        "--prefill {0} --decode {1} --disagg-policy always --no-router-kv-events",
+    )
+    .await;
     let ask = ask(1).with("max_completion_tokens", 50).with("min_tokens", 2).streamed();
     let (status, headers, text) = front.client().exchange(&ask).await.expect("an answer");
     assert!(status == 200 && text.ends_with("data: [DONE]\n\n"), "{text}");
     assert_eq!(header(&headers, "x-kvferry-worker"), Some(decode.url()));
     assert_eq!(header(&headers, "x-kvferry-prefill-worker"), Some(prefill.url()));
     let (p, d) = (&prefill.received()[0], &decode.received()[0]);
-    assert_eq!((&p.body["max_tokens"], &p.body["max_completion_tokens"], &p.body["stream"]), (&json!(1), &json!(1), &json!(false)));
+    assert_eq!(
+        (&p.body["max_tokens"], &p.body["max_completion_tokens"], &p.body["stream"]),
+        (&json!(1), &json!(1), &json!(false))
+    );
     assert_eq!((p.body.get("min_tokens"), p.body.get("stream_options")), (None, None));
     assert_eq!(p.body["kv_transfer_params"]["do_remote_decode"], true);
-    assert_eq!((&d.body["max_completion_tokens"], &d.body["min_tokens"], &d.body["stream"]), (&json!(50), &json!(2), &json!(true)));
+    assert_eq!(
+        (&d.body["max_completion_tokens"], &d.body["min_tokens"], &d.body["stream"]),
+        (&json!(50), &json!(2), &json!(true))
+    );
     assert_eq!(d.body["kv_transfer_params"], params);
     assert_eq!(p.headers.get("x-request-id"), d.headers.get("x-request-id"));
     // A prefill worker without a connector is no prefill worker: its answer must not be taken for one.

@@ -76,7 +76,8 @@ async fn a_decode_worker_gets_kv_from_the_prefill_worker_that_the_frontend_names
         let expected = alone.client().answer(&ask).await;
         assert_eq!(pair.front.client().answer(&ask).await.content(), expected.content(), "prompt {count}");
     }
-    let (_, headers, _) = pair.front.client().exchange(&Ask::completion(prompts::ids(100, 77))).await.expect("an answer");
+    let (_, headers, _) =
+        pair.front.client().exchange(&Ask::completion(prompts::ids(100, 77))).await.expect("an answer");
     assert_eq!(header(&headers, "x-kvferry-prefill-worker").as_deref(), Some(pair.prefill[0].client().url()));
     assert_eq!(header(&headers, "x-kvferry-worker").as_deref(), Some(pair.decode.client().url()));
     pair.settled().await;
@@ -95,7 +96,10 @@ async fn never_and_a_threshold_keep_prompts_on_the_decode_worker() {
     let body = json!({ "prompt": prompts::ids(150, 2) });
     let (_, explained) = pair.front.client().post("/route/explain", &body).await.expect("an answer");
     let disagg = &explained["disagg"];
-    assert_eq!((disagg["remote"].as_bool(), disagg["reason"].as_str()), (Some(false), Some("below_threshold")));
+    assert_eq!(
+        (disagg["remote"].as_bool(), disagg["reason"].as_str()),
+        (Some(false), Some("below_threshold"))
+    );
     assert_eq!(disagg["uncached_tokens_here"], 150);
     assert!(disagg["local_cost_ms"].as_f64().is_some_and(|ms| ms > 0.0), "{explained}");
 }

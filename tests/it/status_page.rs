@@ -35,7 +35,13 @@ impl Browser {
     async fn open(url: &str) -> Option<Self> {
         let profile = tempfile::tempdir().expect("a temporary folder can be made");
         let mut command = Command::new("chromium");
-        command.args(["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0", "about:blank"]);
+        command.args([
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--remote-debugging-port=0",
+            "about:blank",
+        ]);
         command.arg(format!("--user-data-dir={}", profile.path().display()));
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).kill_on_drop(true);
         let mut child = command.spawn().ok()?;
@@ -51,10 +57,13 @@ impl Browser {
         let address = address.await.expect("the browser listens");
         // What it says from here on must not fill the pipe.
         tokio::spawn(async move { while let Ok(Some(_)) = lines.next_line().await {} });
-        let pages = reqwest::Client::builder().no_proxy().build().expect("a client without TLS needs nothing");
-        let pages: Value = pages.get(format!("http://{address}/json")).send().await.ok()?.json().await.ok()?;
+        let pages =
+            reqwest::Client::builder().no_proxy().build().expect("a client without TLS needs nothing");
+        let pages: Value =
+            pages.get(format!("http://{address}/json")).send().await.ok()?.json().await.ok()?;
         let page = pages.as_array()?.iter().find(|page| page["type"] == "page")?;
-        let (socket, _) = tokio_tungstenite::connect_async(page["webSocketDebuggerUrl"].as_str()?).await.ok()?;
+        let (socket, _) =
+            tokio_tungstenite::connect_async(page["webSocketDebuggerUrl"].as_str()?).await.ok()?;
         let mut browser = Self { socket, next: 0, child, profile };
         browser.call("Page.navigate", json!({ "url": url })).await;
         Some(browser)
@@ -78,7 +87,8 @@ impl Browser {
 
     /// The value of a JavaScript expression.
     async fn value(&mut self, expression: &str) -> Value {
-        let result = self.call("Runtime.evaluate", json!({ "expression": expression, "returnByValue": true })).await;
+        let result =
+            self.call("Runtime.evaluate", json!({ "expression": expression, "returnByValue": true })).await;
         assert!(result.get("exceptionDetails").is_none(), "{expression}: {result}");
         result["result"]["value"].clone()
     }

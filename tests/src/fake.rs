@@ -63,7 +63,8 @@ impl FakeWorker {
     pub async fn start(behaviour: Behaviour) -> Self {
         let shared = Arc::new(Shared { behaviour: Mutex::new(behaviour), ..Shared::default() });
         let health = get(|| async { Json(json!({})) });
-        let models = get(|| async { Json(json!({ "object": "list", "data": [{ "id": MODEL, "object": "model" }] })) });
+        let models =
+            get(|| async { Json(json!({ "object": "list", "data": [{ "id": MODEL, "object": "model" }] })) });
         let router = Router::new()
             .route("/health", health)
             .route("/v1/models", models)

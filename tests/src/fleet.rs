@@ -77,7 +77,8 @@ impl Fleet {
 pub async fn idle(front: &Client) {
     until(IDLE, "nothing under way or booked", || async {
         let metrics = front.try_metrics().await?;
-        let left = ["dynamo_frontend_inflight_requests", "kvferry_frontend_open_bookings"].map(|name| metrics.value(name));
+        let left = ["dynamo_frontend_inflight_requests", "kvferry_frontend_open_bookings"]
+            .map(|name| metrics.value(name));
         (left == [0.0, 0.0]).then_some(()).ok_or(format!("{left:?}"))
     })
     .await;

@@ -78,7 +78,9 @@ impl Answers {
         let chat = format!(
             r#"{{"id":"chatcmpl-1","object":"chat.completion","created":1,"model":"{MODEL}","choices":[{{"index":0,"message":{{"role":"assistant","content":"yes"}},"finish_reason":"stop"}}],{usage}}}"#
         );
-        let models = format!(r#"{{"object":"list","data":[{{"id":"{MODEL}","object":"model","created":1,"owned_by":"bench"}}]}}"#);
+        let models = format!(
+            r#"{{"object":"list","data":[{{"id":"{MODEL}","object":"model","created":1,"owned_by":"bench"}}]}}"#
+        );
         let event = |choice: &str| {
             format!(
                 r#"{{"id":"cmpl-1","object":"text_completion","created":1,"model":"{MODEL}","choices":[{{"index":0,{choice},"finish_reason":null}}]}}"#
@@ -96,8 +98,11 @@ impl Answers {
 }
 
 fn whole(body: &str) -> Vec<u8> {
-    format!("HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{body}", body.len())
-        .into_bytes()
+    format!(
+        "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{body}",
+        body.len()
+    )
+    .into_bytes()
 }
 
 /// Head, events, end: as many writes.

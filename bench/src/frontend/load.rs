@@ -144,7 +144,11 @@ async fn connection(shared: Arc<Shared>) -> Vec<u32> {
             Err(error) => {
                 stream = None;
                 shared.failed.fetch_add(1, Ordering::Relaxed);
-                shared.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error.to_string());
+                shared
+                    .failure
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .get_or_insert(error.to_string());
                 tokio::time::sleep(Duration::from_millis(1)).await;
             }
         }
@@ -210,9 +214,10 @@ fn template(target: &Target, kind: Kind) -> (Vec<u8>, usize) {
                 r#"{{"model":"{model}","messages":[{{"role":"user","content":"{prompt}"}}],"max_tokens":8,"stream":true}}"#
             ),
         ),
-        Kind::Stream => {
-            ("/v1/completions", format!(r#"{{"model":"{model}","prompt":"{prompt}","max_tokens":8,"stream":true}}"#))
-        }
+        Kind::Stream => (
+            "/v1/completions",
+            format!(r#"{{"model":"{model}","prompt":"{prompt}","max_tokens":8,"stream":true}}"#),
+        ),
         Kind::Small | Kind::Long => {
             ("/v1/completions", format!(r#"{{"model":"{model}","prompt":"{prompt}","max_tokens":8}}"#))
         }
@@ -269,7 +274,10 @@ mod tests {
 
     #[test]
     fn a_trivial_worker_answers_every_kind() {
-        let target = Target { address: format!("127.0.0.1:{}", super::super::backend::start(0).unwrap()), model: MODEL.into() };
+        let target = Target {
+            address: format!("127.0.0.1:{}", super::super::backend::start(0).unwrap()),
+            model: MODEL.into(),
+        };
         for kind in [Kind::Small, Kind::ChatStream, Kind::Stream, Kind::Long] {
             let outcome = run(kind, &target, 3, Until::Count(30), 1).unwrap();
             assert_eq!((outcome.requests, outcome.failed), (30, 0), "{kind:?}: {:?}", outcome.failure);

@@ -96,7 +96,8 @@ struct Report {
 
 pub async fn run(args: Args) -> Result<()> {
     if args.backend_only {
-        let port = backend::start(args.backend_port.unwrap_or(0)).map_err(BenchError::io("the trivial worker"))?;
+        let port =
+            backend::start(args.backend_port.unwrap_or(0)).map_err(BenchError::io("the trivial worker"))?;
         println!("http://127.0.0.1:{port}");
         std::future::pending::<()>().await;
     }
@@ -104,7 +105,9 @@ pub async fn run(args: Args) -> Result<()> {
     let port = match (args.base_url.is_some(), args.backend_port) {
         // It runs already, or another program is measured without a direct run to compare with.
         (true, port) => port,
-        (false, port) => Some(backend::start(port.unwrap_or(0)).map_err(BenchError::io("the trivial worker"))?),
+        (false, port) => {
+            Some(backend::start(port.unwrap_or(0)).map_err(BenchError::io("the trivial worker"))?)
+        }
     };
     let direct = port.map(|port| Target { address: format!("127.0.0.1:{port}"), model: args.model.clone() });
     let logs = tempfile::tempdir().map_err(BenchError::io("a temporary folder"))?;
@@ -135,7 +138,8 @@ pub async fn run(args: Args) -> Result<()> {
     if let Some(path) = &args.json {
         let command = std::env::args().collect();
         let report = Report { command, settings: args.clone(), machine: Machine::look(), load_before, runs };
-        let json = serde_json::to_vec_pretty(&report).expect("numbers and strings always serialize. This is a bug.");
+        let json =
+            serde_json::to_vec_pretty(&report).expect("numbers and strings always serialize. This is a bug.");
         std::fs::write(path, json).map_err(BenchError::io(path.display().to_string()))?;
     }
     if let Some(process) = own {
@@ -149,10 +153,18 @@ pub async fn run(args: Args) -> Result<()> {
 
 async fn start(args: &Args, direct: &Target, logs: &std::path::Path) -> Result<Process> {
     let worker = format!("http://{}", direct.address);
-    let mut flags: Vec<String> =
-        ["--role", "frontend", "--worker-url", &worker, "--router-mode", &args.router_mode, "--log-level", "warn"]
-            .map(str::to_owned)
-            .to_vec();
+    let mut flags: Vec<String> = [
+        "--role",
+        "frontend",
+        "--worker-url",
+        &worker,
+        "--router-mode",
+        &args.router_mode,
+        "--log-level",
+        "warn",
+    ]
+    .map(str::to_owned)
+    .to_vec();
     if let Some(tokenizer) = &args.tokenizer {
         // The trivial worker publishes no events, and that is no fault of it.
         let name = args.model.clone();
@@ -190,8 +202,9 @@ fn measure(
 }
 
 fn table(runs: &[Run]) -> Table {
-    let mut table =
-        Table::new(&["<kind", "at", "req/s", "p50 ms", "p99 ms", "max ms", "failed", "direct", "p50", "added", "MB"]);
+    let mut table = Table::new(&[
+        "<kind", "at", "req/s", "p50 ms", "p99 ms", "max ms", "failed", "direct", "p50", "added", "MB",
+    ]);
     for run in runs {
         let direct = run.direct.as_ref();
         let rate = |outcome: &Outcome| grouped(outcome.rate() as u64);
@@ -217,14 +230,20 @@ fn problems(runs: &[Run]) -> Vec<String> {
     failed
         .map(|run| {
             let reason = run.routed.failure.as_deref().unwrap_or("no reason");
-            format!("{} at {}: {} requests failed: {reason}", run.kind.name(), run.concurrency, run.routed.failed)
+            format!(
+                "{} at {}: {} requests failed: {reason}",
+                run.kind.name(),
+                run.concurrency,
+                run.routed.failed
+            )
         })
         .collect()
 }
 
 fn address(url: &str) -> Result<String> {
     let address = url.strip_prefix("http://").map(|rest| rest.trim_end_matches('/').to_owned());
-    let expected = || BenchError::Usage(format!("--base-url is {url:?}, expected a URL such as http://127.0.0.1:9000"));
+    let expected =
+        || BenchError::Usage(format!("--base-url is {url:?}, expected a URL such as http://127.0.0.1:9000"));
     address.filter(|address| address.contains(':') && !address.contains('/')).ok_or_else(expected)
 }
 

@@ -42,7 +42,8 @@ pub async fn read_body(stream: &mut TcpStream, received: &mut Vec<u8>, head: Hea
             return Ok(());
         }
         if stream.read_buf(received).await? == 0 {
-            let what = format!("closed within an answer, after {} bytes", received.len() - seen.min(received.len()));
+            let what =
+                format!("closed within an answer, after {} bytes", received.len() - seen.min(received.len()));
             return Err(io::Error::new(io::ErrorKind::UnexpectedEof, what));
         }
         seen = seen.max(head.end);

@@ -68,10 +68,17 @@ pub async fn run(args: Args) -> Result<()> {
     for worker in workers {
         worker.stop().await?;
     }
-    println!("\n{} through --router-mode {router}, {} at a time\n\n{}", args.device_text(), args.concurrency, Rows(&rows));
-    let report = Report { command: std::env::args().collect(), machine: Machine::look(), rows, settings: args };
+    println!(
+        "\n{} through --router-mode {router}, {} at a time\n\n{}",
+        args.device_text(),
+        args.concurrency,
+        Rows(&rows)
+    );
+    let report =
+        Report { command: std::env::args().collect(), machine: Machine::look(), rows, settings: args };
     let Some(path) = &report.settings.json else { return Ok(()) };
-    let json = serde_json::to_vec_pretty(&report).expect("numbers and strings always serialize. This is a bug.");
+    let json =
+        serde_json::to_vec_pretty(&report).expect("numbers and strings always serialize. This is a bug.");
     std::fs::write(path, json).map_err(BenchError::io(path.display().to_string()))
 }
 
@@ -142,8 +149,10 @@ struct Rows<'a>(&'a [Row]);
 
 impl fmt::Display for Rows<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let columns =
-            ["prefixes", "requests", "whole %", "any %", "prefix %", "most", "fewest", "hit ms", "miss ms", "s"];
+        let columns = [
+            "prefixes", "requests", "whole %", "any %", "prefix %", "most", "fewest", "hit ms", "miss ms",
+            "s",
+        ];
         let mut table = Table::new(&columns);
         for row in self.0 {
             let percent = |share: f64| format!("{:.1}", share * 100.0);

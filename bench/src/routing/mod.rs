@@ -165,7 +165,10 @@ pub async fn run(args: Args) -> Result<()> {
             std::fs::create_dir(&dir).map_err(BenchError::io(dir.display().to_string()))?;
             runs.push(one(&args, mode, seed, &pairs, &dir, &alphabet).await?);
         }
-        eprintln!("{mode:?}: {:?}", runs.iter().filter(|run| run.mode == mode).map(|run| run.hits).collect::<Vec<_>>());
+        eprintln!(
+            "{mode:?}: {:?}",
+            runs.iter().filter(|run| run.mode == mode).map(|run| run.hits).collect::<Vec<_>>()
+        );
     }
     for pair in pairs {
         pair.events.stop().await?;
@@ -196,7 +199,10 @@ async fn worker(args: &Args, dir: &std::path::Path, more: &[&str]) -> Result<Pro
         format!("--num-kv-blocks={}", args.worker_tokens / 16),
     ];
     if args.device == "sim" {
-        flags.extend([format!("--sim-profile={}", args.sim_profile), format!("--sim-speed={}", args.sim_speed)]);
+        flags.extend([
+            format!("--sim-profile={}", args.sim_profile),
+            format!("--sim-speed={}", args.sim_speed),
+        ]);
     }
     flags.extend(more.iter().map(|&flag| flag.to_owned()));
     let mut process = Process::start(&serve_binary()?, dir, "worker", &flags).await?;
@@ -214,8 +220,11 @@ async fn one(
     alphabet: &[u32],
 ) -> Result<Run> {
     let silent = mode.silent(pairs.len());
-    let workers: Vec<&Process> =
-        pairs.iter().enumerate().map(|(i, pair)| if i < silent { &pair.silent } else { &pair.events }).collect();
+    let workers: Vec<&Process> = pairs
+        .iter()
+        .enumerate()
+        .map(|(i, pair)| if i < silent { &pair.silent } else { &pair.events })
+        .collect();
     for worker in &workers {
         Client::new(worker.url()).reset_prefix_cache().await?;
     }
@@ -246,7 +255,8 @@ async fn one(
     let (hits, some) = repeats.fold((0, 0), |(hits, some), sample| {
         (hits + usize::from(sample.cached_tokens >= whole), some + usize::from(sample.cached_tokens > 0))
     });
-    let mismatches = client.metrics().await?.sum("dynamo_component_router_kv_event_source_mismatch_workers", &[]) as usize;
+    let mismatches =
+        client.metrics().await?.sum("dynamo_component_router_kv_event_source_mismatch_workers", &[]) as usize;
     let ttft: Vec<_> = samples.iter().filter_map(sample::Sample::ttft).collect();
     front.stop().await?;
     Ok(Run {
@@ -275,7 +285,8 @@ pub async fn followed(url: &str, expected: usize) -> Result<()> {
             return Ok(());
         }
         if started.elapsed() > WITHIN {
-            let reason = format!("{found} workers have an index by events after {WITHIN:?}, expected {expected}");
+            let reason =
+                format!("{found} workers have an index by events after {WITHIN:?}, expected {expected}");
             return Err(BenchError::Answer { url: url.to_owned(), reason });
         }
         tokio::time::sleep(Duration::from_millis(10)).await;

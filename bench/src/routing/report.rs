@@ -43,7 +43,8 @@ impl Report {
     /// Does nothing without a path.
     pub fn write_json(&self, path: Option<&Path>) -> Result<()> {
         let Some(path) = path else { return Ok(()) };
-        let json = serde_json::to_vec_pretty(self).expect("numbers and strings always serialize. This is a bug.");
+        let json =
+            serde_json::to_vec_pretty(self).expect("numbers and strings always serialize. This is a bug.");
         std::fs::write(path, json).map_err(BenchError::io(format!("writing {}", path.display())))
     }
 
@@ -52,8 +53,11 @@ impl Report {
         let wrong = self.runs.iter().filter(|run| run.mismatches != run.expected_mismatches);
         wrong
             .map(|run| {
-                let (mode, seed, found, expected) = (run.mode, run.seed, run.mismatches, run.expected_mismatches);
-                format!("{mode:?}, seed {seed}: {found} workers said to be without events, expected {expected}")
+                let (mode, seed, found, expected) =
+                    (run.mode, run.seed, run.mismatches, run.expected_mismatches);
+                format!(
+                    "{mode:?}, seed {seed}: {found} workers said to be without events, expected {expected}"
+                )
             })
             .collect()
     }
@@ -71,12 +75,19 @@ impl fmt::Display for Report {
                 or_dash(average(hits().map(|hits| hits as f64).collect()).map(|hits| format!("{hits:.1}"))),
                 or_dash(hits().min().map(|hits| hits.to_string())),
                 or_dash(hits().max().map(|hits| hits.to_string())),
-                or_dash(average(runs.iter().map(|run| run.some as f64).collect()).map(|some| format!("{some:.1}"))),
+                or_dash(
+                    average(runs.iter().map(|run| run.some as f64).collect())
+                        .map(|some| format!("{some:.1}")),
+                ),
                 or_dash(runs.iter().map(|run| run.mismatches).max().map(|count| count.to_string())),
                 or_dash(average(runs.iter().filter_map(|run| run.mean_ttft_ms).collect()).map(ms)),
             ]);
         }
-        writeln!(f, "{} repeats in each run, {} runs of each mode, {:.0} s in all\n", self.repeats, self.settings.seeds, self.seconds)?;
+        writeln!(
+            f,
+            "{} repeats in each run, {} runs of each mode, {:.0} s in all\n",
+            self.repeats, self.settings.seeds, self.seconds
+        )?;
         write!(f, "{table}")
     }
 }

@@ -58,7 +58,8 @@ async fn audit(front: &Front, status: &WorkerStatus, fix: bool) -> Value {
             let truth = keys(&changes);
             let known: HashSet<BlockKey> = front.router.indexed_keys(id).into_iter().collect();
             let (missing, extra) = (truth.difference(&known).count(), known.difference(&truth).count());
-            of["audit"] = json!({ "held": truth.len(), "known": known.len(), "missing": missing, "extra": extra });
+            of["audit"] =
+                json!({ "held": truth.len(), "known": known.len(), "missing": missing, "extra": extra });
             if fix && missing + extra > 0 {
                 let all: Vec<_> = std::iter::once(IndexChange::Clear).chain(changes).collect();
                 let applied = front.router.apply(id, &all);

@@ -116,8 +116,7 @@ impl FrontendConfig {
         if !prefill.is_empty() && args.decode.is_empty() && args.worker_url.is_empty() {
             return Err(bad("prefill", &prefill[0], "--decode beside it: nobody would answer".into()));
         }
-        let event_sources =
-            event_sources(&args.kv_event_source, &args.kv_event_replay_source, &workers)?;
+        let event_sources = event_sources(&args.kv_event_source, &args.kv_event_replay_source, &workers)?;
         Ok(Self {
             workers,
             mode: args.router_mode,
@@ -156,9 +155,7 @@ fn disagg_policy(text: &str) -> Result<DisaggPolicy, ConfigError> {
         _ => {
             let tokens = text.strip_prefix("threshold:").and_then(|tokens| tokens.parse().ok());
             let expected = "auto, always, never or threshold:N with a number of tokens";
-            tokens
-                .map(DisaggPolicy::Threshold)
-                .ok_or_else(|| bad("disagg-policy", text, expected.into()))
+            tokens.map(DisaggPolicy::Threshold).ok_or_else(|| bad("disagg-policy", text, expected.into()))
         }
     }
 }
@@ -236,7 +233,10 @@ mod tests {
     fn bad_values_are_named_with_what_was_expected() {
         for (flags, expected) in [
             ("--worker-url a:1", "--worker-url is \"a:1\", expected a URL"),
-            ("--worker-url http://a:1 --decode http://a:1", "--decode is \"http://a:1\", expected each worker once"),
+            (
+                "--worker-url http://a:1 --decode http://a:1",
+                "--decode is \"http://a:1\", expected each worker once",
+            ),
             ("--prefill http://a:1", "--prefill is \"http://a:1\", expected --decode"),
             ("--disagg-policy threshold:x", "--disagg-policy is \"threshold:x\", expected auto"),
             ("--router-temperature=-1", "expected a finite number of at least 0"),

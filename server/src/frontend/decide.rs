@@ -105,7 +105,9 @@ impl Front {
             .collect();
         self.sync_conditions(&legs);
         let mut without = tried.excluded.clone();
-        without.extend(legs.iter().filter(|leg| !serves_model(leg, asked.model.as_deref())).map(|leg| leg.life.id));
+        without.extend(
+            legs.iter().filter(|leg| !serves_model(leg, asked.model.as_deref())).map(|leg| leg.life.id),
+        );
         loop {
             let mut booking = self.router.route(&asked.prompt, &without)?;
             let choice = booking.choice();
@@ -117,8 +119,21 @@ impl Front {
                 continue;
             };
             let prefill = choice.prefill.and_then(find);
+            self.count_decision(&booking, asked.prompt.num_tokens);
             let local_prefill = booking.estimate().is_some_and(|estimate| !estimate.remote);
             return Ok(Decision { serve, prefill, local_prefill, booking });
+        }
+    }
+
+    fn count_decision(&self, booking: &Booking, num_tokens: usize) {
+        let (reason, index) = (booking.choice().reason.as_str(), booking.index());
+        self.metrics.decisions.with_label_values(&[reason, index.as_str()]).inc();
+        if index != IndexSource::None {
+            self.metrics.hit_rate.observe(booking.predicted_tokens() as f64 / num_tokens.max(1) as f64);
+        }
+        if let Some(estimate) = booking.estimate() {
+            let place = if estimate.remote { "remote" } else { "local" };
+            self.metrics.prefill_decisions.with_label_values(&[place, estimate.reason]).inc();
         }
     }
 

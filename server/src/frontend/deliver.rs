@@ -98,7 +98,12 @@ pub async fn deliver(front: &Arc<Front>, order: &Order) -> Response<Body> {
             }
         };
         front.metrics.worker_failures.with_label_values(&[worker.name.as_str(), failure.reason]).inc();
-        tracing::warn!(request_id = order.request_id, worker = worker.name, reason = failure.reason, "attempt failed");
+        tracing::warn!(
+            request_id = order.request_id,
+            worker = worker.name,
+            reason = failure.reason,
+            "attempt failed"
+        );
         if failure.blame == Blame::Request || tried.failures() >= front.config.max_retries {
             return failure.answer;
         }

@@ -69,8 +69,11 @@ impl Worker {
         let uri = |path: &str| -> Uri {
             format!("{name}{path}").parse().expect("a checked URL with a path is a URI. This is a bug.")
         };
-        let uris =
-            Uris { chat: uri("/v1/chat/completions"), completions: uri("/v1/completions"), base: name.clone() };
+        let uris = Uris {
+            chat: uri("/v1/chat/completions"),
+            completions: uri("/v1/completions"),
+            base: name.clone(),
+        };
         Self {
             url,
             role,

@@ -65,7 +65,17 @@ impl Flight {
         running: Arc<Running>,
     ) -> Self {
         ledger.metrics.inflight.inc();
-        Self { decision, events: 0, ledger, arrival, last: None, prompt_tokens, cached_tokens: None, ended: false, running }
+        Self {
+            decision,
+            events: 0,
+            ledger,
+            arrival,
+            last: None,
+            prompt_tokens,
+            cached_tokens: None,
+            ended: false,
+            running,
+        }
     }
 
     pub fn decision(&self) -> &Decision {

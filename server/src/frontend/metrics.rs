@@ -15,12 +15,11 @@ use prometheus::{
 pub const UNKNOWN_MODEL: &str = "unknown";
 
 const SECONDS: &[f64] = &[
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
-    160.0, 640.0,
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+    80.0, 160.0, 640.0,
 ];
-const TOKENS: &[f64] = &[
-    0.0, 1.0, 10.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0, 10000.0, 20000.0, 50000.0, 100000.0,
-];
+const TOKENS: &[f64] =
+    &[0.0, 1.0, 10.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0, 10000.0, 20000.0, 50000.0, 100000.0];
 /// Milliseconds of our own work on a request.
 const OVERHEAD: &[f64] = &[0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 50.0];
 /// Tokens that were cached but not predicted, and the other way round.
@@ -93,12 +92,37 @@ impl FrontMetrics {
                 "Requests by model, endpoint and outcome.",
                 &["model", "endpoint", "status"],
             )?,
-            ttft: r.histograms("dynamo_frontend_time_to_first_token_seconds", "Arrival to first byte.", SECONDS, model)?,
-            itl: r.histograms("dynamo_frontend_inter_token_latency_seconds", "Between events.", SECONDS, model)?,
-            duration: r.histograms("dynamo_frontend_request_duration_seconds", "Arrival to end.", SECONDS, model)?,
-            cached: r.histograms("dynamo_frontend_cached_tokens", "Prompt tokens found in a cache.", TOKENS, model)?,
+            ttft: r.histograms(
+                "dynamo_frontend_time_to_first_token_seconds",
+                "Arrival to first byte.",
+                SECONDS,
+                model,
+            )?,
+            itl: r.histograms(
+                "dynamo_frontend_inter_token_latency_seconds",
+                "Between events.",
+                SECONDS,
+                model,
+            )?,
+            duration: r.histograms(
+                "dynamo_frontend_request_duration_seconds",
+                "Arrival to end.",
+                SECONDS,
+                model,
+            )?,
+            cached: r.histograms(
+                "dynamo_frontend_cached_tokens",
+                "Prompt tokens found in a cache.",
+                TOKENS,
+                model,
+            )?,
             input: r.histograms("dynamo_frontend_input_sequence_tokens", "Prompt tokens.", TOKENS, model)?,
-            output: r.histograms("dynamo_frontend_output_sequence_tokens", "Answer tokens.", TOKENS, model)?,
+            output: r.histograms(
+                "dynamo_frontend_output_sequence_tokens",
+                "Answer tokens.",
+                TOKENS,
+                model,
+            )?,
             inflight: r.gauge("dynamo_frontend_inflight_requests", "Requests under way.")?,
             disconnected: r.counter("dynamo_frontend_disconnected_clients", "Clients that left early.")?,
             retries: r.counters(
@@ -106,16 +130,33 @@ impl FrontMetrics {
                 "Requests sent to another worker, by what was wrong with the first.",
                 &["reason"],
             )?,
-            rejected: r.counters("kvferry_frontend_rejected_total", "Requests that no worker could take.", &["reason"])?,
-            broken_streams: r.counter("kvferry_frontend_broken_streams_total", "Streams that a worker broke off.")?,
+            rejected: r.counters(
+                "kvferry_frontend_rejected_total",
+                "Requests that no worker could take.",
+                &["reason"],
+            )?,
+            broken_streams: r
+                .counter("kvferry_frontend_broken_streams_total", "Streams that a worker broke off.")?,
             worker_failures: r.counters(
                 "kvferry_frontend_worker_failures_total",
                 "Requests that a worker failed.",
                 &["worker", "reason"],
             )?,
-            worker_up: r.gauges("kvferry_frontend_worker_up", "1 if the worker gets requests.", &["worker", "role"])?,
-            worker_active: r.gauges("kvferry_frontend_worker_active_requests", "Requests booked.", &["worker"])?,
-            worker_blocks: r.gauges("kvferry_frontend_worker_active_decode_blocks", "Blocks booked.", &["worker"])?,
+            worker_up: r.gauges(
+                "kvferry_frontend_worker_up",
+                "1 if the worker gets requests.",
+                &["worker", "role"],
+            )?,
+            worker_active: r.gauges(
+                "kvferry_frontend_worker_active_requests",
+                "Requests booked.",
+                &["worker"],
+            )?,
+            worker_blocks: r.gauges(
+                "kvferry_frontend_worker_active_decode_blocks",
+                "Blocks booked.",
+                &["worker"],
+            )?,
             worker_prefill_tokens: r.gauges(
                 "kvferry_frontend_worker_active_prefill_tokens",
                 "Prompt tokens booked that still wait for their first token.",
@@ -134,7 +175,8 @@ impl FrontMetrics {
                 "kvferry_frontend_discovery_invalid_records",
                 "Records that discovery found and could not read, since the start.",
             )?,
-            open_bookings: r.gauge("kvferry_frontend_open_bookings", "Requests whose load is booked on a worker.")?,
+            open_bookings: r
+                .gauge("kvferry_frontend_open_bookings", "Requests whose load is booked on a worker.")?,
             index_bytes: r.gauge("kvferry_frontend_index_bytes", "Memory of the index of cached blocks.")?,
             hit_rate: r.histogram(
                 "dynamo_component_router_kv_hit_rate",
@@ -153,9 +195,17 @@ impl FrontMetrics {
                 "Where prompts were computed, with prefill workers there.",
                 &["where", "reason"],
             )?,
-            hashing_ms: r.histogram("dynamo_router_overhead_block_hashing_ms", "Text to block names.", OVERHEAD)?,
+            hashing_ms: r.histogram(
+                "dynamo_router_overhead_block_hashing_ms",
+                "Text to block names.",
+                OVERHEAD,
+            )?,
             scheduling_ms: r.histogram("dynamo_router_overhead_scheduling_ms", "The decision.", OVERHEAD)?,
-            total_ms: r.histogram("dynamo_router_overhead_total_ms", "Body read to request sent.", OVERHEAD)?,
+            total_ms: r.histogram(
+                "dynamo_router_overhead_total_ms",
+                "Body read to request sent.",
+                OVERHEAD,
+            )?,
             models: Mutex::default(),
         })
     }

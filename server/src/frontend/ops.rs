@@ -74,7 +74,8 @@ pub async fn model(State(front): State<Arc<Front>>, Path(id): Path<String>) -> R
     front.app.admit()?;
     front.check_model(Some(&id))?;
     let model = front.models().into_iter().find(|model| model.id == id);
-    let model = model.ok_or_else(|| ApiError::unavailable(format!("no worker with the model {id:?} takes requests")))?;
+    let model = model
+        .ok_or_else(|| ApiError::unavailable(format!("no worker with the model {id:?} takes requests")))?;
     Ok(Json(card(&front, &model)))
 }
 
@@ -89,7 +90,11 @@ fn card(front: &Front, model: &ModelCard) -> Value {
 }
 
 /// Answered by a worker: all have the same tokenizer.
-pub async fn tokenize(State(front): State<Arc<Front>>, _: HeaderMap, body: Bytes) -> Result<Response<Body>, ApiError> {
+pub async fn tokenize(
+    State(front): State<Arc<Front>>,
+    _: HeaderMap,
+    body: Bytes,
+) -> Result<Response<Body>, ApiError> {
     forward(&front, "/tokenize", body).await
 }
 

@@ -30,8 +30,9 @@ pub struct Leg<'a> {
 impl Leg<'_> {
     /// Has the prompt of `body` computed; the body for the decode worker. Dropping the future tells the prefill worker.
     pub async fn prefill(&self, body: &Bytes) -> Result<Bytes, Failure> {
-        let request: Map<String, Value> = serde_json::from_slice(body)
-            .map_err(|error| gives_up(ApiError::bad_request(format!("the body is not valid JSON: {error}"))))?;
+        let request: Map<String, Value> = serde_json::from_slice(body).map_err(|error| {
+            gives_up(ApiError::bad_request(format!("the body is not valid JSON: {error}")))
+        })?;
         let leg = serde_json::to_vec(&prefill_request(request.clone())).map_err(|error| {
             gives_up(ApiError::internal(format!("the prefill request cannot be written: {error}")))
         })?;
@@ -139,13 +140,19 @@ mod tests {
             "stream_options": {"include_usage": true}, "temperature": 0.5,
         }));
         let leg = Value::Object(prefill_request(request.clone()));
-        assert_eq!((&leg["max_tokens"], &leg["max_completion_tokens"], &leg["stream"]), (&json!(1), &json!(1), &json!(false)));
+        assert_eq!(
+            (&leg["max_tokens"], &leg["max_completion_tokens"], &leg["stream"]),
+            (&json!(1), &json!(1), &json!(false))
+        );
         assert_eq!((leg.get("min_tokens"), leg.get("stream_options")), (None, None));
         assert_eq!((&leg["prompt"], &leg["temperature"]), (&json!("a"), &json!(0.5)));
         assert_eq!(leg["kv_transfer_params"]["do_remote_decode"], true);
         let decode = Value::Object(decode_request(request, json!({"remote_host": "h"})));
         assert_eq!((&decode["min_tokens"], &decode["max_completion_tokens"]), (&json!(5), &json!(60)));
-        assert_eq!((&decode["stream"], &decode["kv_transfer_params"]["remote_host"]), (&json!(true), &json!("h")));
+        assert_eq!(
+            (&decode["stream"], &decode["kv_transfer_params"]["remote_host"]),
+            (&json!(true), &json!("h"))
+        );
     }
 
     #[test]

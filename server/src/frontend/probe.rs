@@ -95,9 +95,15 @@ async fn learn(front: &Front, worker: &Worker, health: &[u8]) -> Result<Life, St
         let models = vec![ModelCard { id: record.model.clone(), max_model_len: record.max_model_len }];
         return Ok(Life { id: record.incarnation, record, models, ours: true });
     }
-    if let Some(life) = worker.life().filter(|life| life.id == worker.made_up_id() && !life.models.is_empty()) {
+    if let Some(life) = worker.life().filter(|life| life.id == worker.made_up_id() && !life.models.is_empty())
+    {
         // Still the same process; models are not asked for every two seconds.
-        return Ok(Life { id: life.id, record: life.record.clone(), models: life.models.clone(), ours: false });
+        return Ok(Life {
+            id: life.id,
+            record: life.record.clone(),
+            models: life.models.clone(),
+            ours: false,
+        });
     }
     let models = models(front, worker).await?;
     Ok(Life { id: worker.made_up_id(), record: made_up(front, worker, &models), models, ours: false })
@@ -118,7 +124,8 @@ async fn models(front: &Front, worker: &Worker) -> Result<Vec<ModelCard>, String
     let (status, body) = ask(front, worker, "/v1/models").await.map_err(|error| error.to_string())?;
     let models: Models = serde_json::from_slice(&body)
         .map_err(|error| format!("/v1/models answered {status}, and no list of models: {error}"))?;
-    let cards = models.data.into_iter().map(|model| ModelCard { id: model.id, max_model_len: model.max_model_len });
+    let cards =
+        models.data.into_iter().map(|model| ModelCard { id: model.id, max_model_len: model.max_model_len });
     let cards: Vec<_> = cards.collect();
     match cards.is_empty() {
         true => Err("it serves no model".into()),

@@ -36,7 +36,13 @@ pub struct RelayBody {
 
 impl RelayBody {
     pub fn new(first: Option<Bytes>, inner: Incoming, limits: Limits, flight: Flight) -> Body {
-        Body::new(Self { inner: Some(inner), first, watch: StreamWatch::default(), limits, flight: Some(flight) })
+        Body::new(Self {
+            inner: Some(inner),
+            first,
+            watch: StreamWatch::default(),
+            limits,
+            flight: Some(flight),
+        })
     }
 
     fn pass(&mut self, bytes: Bytes) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
@@ -109,7 +115,8 @@ impl HttpBody for RelayBody {
         }
         if this.limits.deadline.poll_unpin(context).is_ready() {
             let message = format!("the request did not finish within {:?}", this.limits.timeout);
-            return this.fail(ApiError::new(axum::http::StatusCode::GATEWAY_TIMEOUT, message), Ending::Deadline);
+            return this
+                .fail(ApiError::new(axum::http::StatusCode::GATEWAY_TIMEOUT, message), Ending::Deadline);
         }
         Poll::Pending
     }

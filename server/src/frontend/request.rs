@@ -87,7 +87,9 @@ impl Asked {
         Ok(Self {
             model: model.map(Cow::into_owned),
             stream: peek.stream.is_some_and(|stream| stream.get() == "true"),
-            max_tokens: number(peek.max_completion_tokens).or(number(peek.max_tokens)).unwrap_or(DEFAULT_MAX_TOKENS),
+            max_tokens: number(peek.max_completion_tokens)
+                .or(number(peek.max_tokens))
+                .unwrap_or(DEFAULT_MAX_TOKENS),
             prompt: name(prompt.as_bytes()),
         })
     }
@@ -96,7 +98,8 @@ impl Asked {
         let mut fields = parse_object(body)?;
         let model = fields.str("model")?.map(str::to_owned);
         let stream = fields.bool("stream")?.unwrap_or(false);
-        let limit = |fields: &Fields, name| fields.get(name).and_then(Value::as_u64).map(|limit| limit as usize);
+        let limit =
+            |fields: &Fields, name| fields.get(name).and_then(Value::as_u64).map(|limit| limit as usize);
         let max_tokens = limit(&fields, "max_completion_tokens").or(limit(&fields, "max_tokens"));
         let salt = fields.str("cache_salt")?.map(str::to_owned);
         let tokens = match api {
@@ -142,7 +145,9 @@ mod tests {
 
     #[test]
     fn only_what_routing_needs_is_read() {
-        let asked = peek(r#"{"model":"a\"b","stream":true,"max_tokens":7,"temperature":"hot","prompt":[1,2,3]}"#).unwrap();
+        let asked =
+            peek(r#"{"model":"a\"b","stream":true,"max_tokens":7,"temperature":"hot","prompt":[1,2,3]}"#)
+                .unwrap();
         assert_eq!((asked.model.as_deref(), asked.stream, asked.max_tokens), (Some("a\"b"), true, 7));
         let asked = peek(r#"{"stream":"yes","max_tokens":7,"max_completion_tokens":9}"#).unwrap();
         assert_eq!((asked.model, asked.stream, asked.max_tokens), (None, false, 9));
@@ -150,11 +155,18 @@ mod tests {
 
     #[test]
     fn what_is_no_object_is_refused() {
-        for (body, expected) in [("", "the body is empty"), ("[1]", "the body is [1]"), ("{\"a\":", "not valid JSON")] {
+        for (body, expected) in
+            [("", "the body is empty"), ("[1]", "the body is [1]"), ("{\"a\":", "not valid JSON")]
+        {
             let error = peek(body).unwrap_err();
             assert!(error.status == 400 && error.message.contains(expected), "{body}: {}", error.message);
         }
         assert!(peek(r#"{"model":"a","model":"b"}"#).unwrap_err().message.contains("twice"));
-        assert!(Asked::peek(b"{\"a\":\"\xff\"}", |_| Prompt::unnamed(0, 16)).unwrap_err().message.contains("not UTF-8"));
+        assert!(
+            Asked::peek(b"{\"a\":\"\xff\"}", |_| Prompt::unnamed(0, 16))
+                .unwrap_err()
+                .message
+                .contains("not UTF-8")
+        );
     }
 }

@@ -14,9 +14,9 @@ use bytes::Bytes;
 
 use super::deliver::{Order, deliver};
 use super::flight::Ledger;
-use super::{audit, explain, ops, page};
 use super::request::Asked;
 use super::state::Front;
+use super::{audit, explain, ops, page};
 use crate::error::ApiError;
 use crate::layers::{self, RequestId};
 use crate::openai::{Api, MAX_BODY_BYTES, check_content_type};

@@ -75,7 +75,9 @@ impl WorkerSample {
                 "vllm:prompt_tokens_by_source_total" if labels.contains("source=\"local_compute\"") => {
                     totals.computed += value;
                 }
-                "vllm:prompt_tokens_by_source_total" if labels.contains("source=\"external_kv_transfer\"") => {
+                "vllm:prompt_tokens_by_source_total"
+                    if labels.contains("source=\"external_kv_transfer\"") =>
+                {
                     totals.transferred_tokens += value;
                 }
                 "vllm:request_prefill_time_seconds_sum" => totals.prefill_seconds += value,
@@ -84,7 +86,8 @@ impl WorkerSample {
         }
         next.totals = totals;
         let rate = |part: f64, whole: f64| (whole > 0.0 && part >= 0.0).then(|| part / whole);
-        next.prefill_tokens_per_sec = rate(totals.computed, totals.prefill_seconds).filter(|rate| *rate > 0.0);
+        next.prefill_tokens_per_sec =
+            rate(totals.computed, totals.prefill_seconds).filter(|rate| *rate > 0.0);
         next.link_bytes_per_sec = rate(totals.bytes, totals.wire_seconds).filter(|rate| *rate > 0.0);
         next.kv_bytes_per_token = rate(totals.bytes, totals.transferred_tokens).filter(|rate| *rate > 0.0);
         // A restarted process counts from 0: no difference to speak of.

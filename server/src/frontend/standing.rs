@@ -36,10 +36,16 @@ pub enum Reach {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Breaker {
-    Closed { failures: usize },
-    Open { until: Instant },
+    Closed {
+        failures: usize,
+    },
+    Open {
+        until: Instant,
+    },
     /// Requests go through, and the first failure opens it again.
-    HalfOpen { successes: usize },
+    HalfOpen {
+        successes: usize,
+    },
 }
 
 /// How a worker stands.

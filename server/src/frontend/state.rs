@@ -14,10 +14,10 @@ use super::metrics::{FrontMetrics, UNKNOWN_MODEL};
 use super::recent::Recent;
 use super::request::Naming;
 use super::upstream::Upstream;
+use crate::discovery::WorkerRecord;
 use crate::error::ApiError;
 use crate::events::subscriber::follow;
 use crate::readiness::State;
-use crate::discovery::WorkerRecord;
 use crate::router::policies::{KvPolicy, KvWeights, LeastLoaded, PowerOfTwo, Random, RoundRobin};
 use crate::router::shared::{Router, RouterConfig};
 use crate::router::{RoutePolicy, WorkerId, WorkerRole};
@@ -49,7 +49,11 @@ pub struct Front {
 
 impl Front {
     /// Fails only if the registry has a metric of ours already.
-    pub fn new(app: Arc<AppState>, config: FrontendConfig, model: Option<String>) -> prometheus::Result<Arc<Self>> {
+    pub fn new(
+        app: Arc<AppState>,
+        config: FrontendConfig,
+        model: Option<String>,
+    ) -> prometheus::Result<Arc<Self>> {
         let metrics = Arc::new(FrontMetrics::register(&app.registry)?);
         Ok(Arc::new(Self {
             app,
@@ -90,7 +94,12 @@ impl Front {
         let workers = self.fleet.all();
         let serving = workers.iter().filter(|worker| worker.role.serves() && worker.usable(now).is_ok());
         let lives: Vec<_> = serving.filter_map(|worker| worker.life()).collect();
-        lives.iter().flat_map(|life| &life.models).filter(|model| seen.insert(model.id.clone())).cloned().collect()
+        lives
+            .iter()
+            .flat_map(|life| &life.models)
+            .filter(|model| seen.insert(model.id.clone()))
+            .cloned()
+            .collect()
     }
 
     /// Whether some worker has a model of this name, in service or not.

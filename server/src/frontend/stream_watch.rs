@@ -134,7 +134,8 @@ mod tests {
             )
         };
         let seen = watch(&[&usage(0, 16), &usage(3, 32), "data: [DONE]\n\n"]).usage();
-        let expected = SeenUsage { prompt_tokens: Some(9), completion_tokens: Some(3), cached_tokens: Some(32) };
+        let expected =
+            SeenUsage { prompt_tokens: Some(9), completion_tokens: Some(3), cached_tokens: Some(32) };
         assert_eq!(seen, expected);
         assert_eq!(watch(&["data: {\"usage\":null}\n\n"]).usage(), SeenUsage::default());
         assert_eq!(number(b"\"cached_tokens\":null", b"\"cached_tokens\":"), None);

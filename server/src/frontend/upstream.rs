@@ -62,7 +62,12 @@ impl Upstream {
 
     /// Sends `body` with `headers`; the answer's body is still on its way. Dropping the future or the body tells the
     /// worker that nobody waits any more.
-    pub async fn post(&self, uri: Uri, headers: HeaderMap, body: Bytes) -> Result<Response<Incoming>, SendError> {
+    pub async fn post(
+        &self,
+        uri: Uri,
+        headers: HeaderMap,
+        body: Bytes,
+    ) -> Result<Response<Incoming>, SendError> {
         let mut request = Request::new(Full::new(body));
         *request.method_mut() = Method::POST;
         *request.uri_mut() = uri;
@@ -76,7 +81,12 @@ impl Upstream {
     }
 
     /// Status and whole body of a POST of JSON.
-    pub async fn post_json(&self, uri: Uri, body: Bytes, within: Duration) -> Result<(StatusCode, Bytes), SendError> {
+    pub async fn post_json(
+        &self,
+        uri: Uri,
+        body: Bytes,
+        within: Duration,
+    ) -> Result<(StatusCode, Bytes), SendError> {
         self.exchange(Method::POST, uri, body, within).await
     }
 

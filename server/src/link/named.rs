@@ -47,7 +47,8 @@ impl PrefillName {
             return Ok(Self::Here);
         }
         let wrong = |_| {
-            let message = format!("{PREFILL} is {value:?}, expected local or a URL such as http://127.0.0.1:8001");
+            let message =
+                format!("{PREFILL} is {value:?}, expected local or a URL such as http://127.0.0.1:8001");
             ApiError::bad_request(message)
         };
         peer_url("prefill", text).map(Self::At).map_err(wrong)
@@ -106,8 +107,11 @@ impl Named {
             return true;
         }
         if keepers.len() >= MAX_LINKS {
-            let lost: Vec<_> =
-                keepers.keys().filter(|url| !matches!(self.others.linked(url), Linked::Up(_))).cloned().collect();
+            let lost: Vec<_> = keepers
+                .keys()
+                .filter(|url| !matches!(self.others.linked(url), Linked::Up(_)))
+                .cloned()
+                .collect();
             for url in lost {
                 if let Some(keeper) = keepers.remove(&url) {
                     keeper.abort();

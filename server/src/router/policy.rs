@@ -105,6 +105,19 @@ pub enum Reason {
     Tie,
 }
 
+impl Reason {
+    /// Stable label for metrics.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Only => "only",
+            Self::Turn => "turn",
+            Self::Drawn => "drawn",
+            Self::LowestCost => "lowest-cost",
+            Self::Tie => "tie",
+        }
+    }
+}
+
 /// Where a request goes.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Choice {
