@@ -18,6 +18,7 @@ pub mod packed;
 pub mod pointwise;
 #[cfg(target_arch = "x86_64")]
 mod prefill;
+pub mod priority;
 pub mod qkv;
 #[cfg(target_arch = "x86_64")]
 mod simd;

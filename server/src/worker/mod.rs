@@ -40,6 +40,7 @@ pub fn load(config: &Config, state: &Arc<AppState>) -> anyhow::Result<Worker> {
         num_layers: pool.layout().num_layers,
         push_layers: config.kv_push_layers.unwrap_or(pool.layout().num_layers),
         lease: config.kv_lease,
+        notification_time: config.kv_link_timeout,
         kv_checksum: config.kv_checksum,
         max_model_len,
         max_batched_tokens: config.max_num_batched_tokens,
@@ -82,7 +83,8 @@ pub fn load(config: &Config, state: &Arc<AppState>) -> anyhow::Result<Worker> {
     let metrics = Arc::new(Metrics::new(&config.served_model_name));
     metrics.cache_config(config.block_size, pool.num_blocks(), pool.layout().dtype.as_str());
     let max_prompt_tokens = (max_model_len - 1).min(pool.num_blocks() * config.block_size) as u64;
-    let parts = Parts { config: core, info, metrics, runner, pool: Some(pool), driver };
+    let nice = niceness(config);
+    let parts = Parts { config: core, info, metrics, runner, nice, pool: Some(pool), driver };
     let engine = service::spawn(parts, events, queue);
     let serving = Serving { engine: engine.handle.clone(), text, defaults: files.generation.sampling };
     let tasks: Tasks = Arc::default();
@@ -100,6 +102,12 @@ pub fn load(config: &Config, state: &Arc<AppState>) -> anyhow::Result<Worker> {
         engine.stop();
     };
     Ok(Worker { serving, start, stop: Box::new(stop) })
+}
+
+/// How much computing gives way to other processes of the machine.
+fn niceness(config: &Config) -> u8 {
+    let beside_prefill = config.role == Role::Decode && !config.prefill.is_empty() && transport::same_host(config);
+    config.cpu_nice.unwrap_or(if beside_prefill { 10 } else { 0 })
 }
 
 /// The tasks that keep links, to be ended with the worker.
