@@ -170,10 +170,12 @@ impl Service {
 
     /// Waits for an event if there is nothing to compute, then takes all that are there.
     fn take_events(&mut self, queue: &Receiver<Event>) {
+        // After events, deferred ones too, a step follows before the thread waits: it exports what they changed.
+        let deferred = !self.deferred.is_empty();
         while let Some(event) = self.deferred.pop_front() {
             self.handle(event);
         }
-        if self.core.num_running() == 0 && self.core.num_waiting() == 0 {
+        if !deferred && self.core.num_running() == 0 && self.core.num_waiting() == 0 {
             let first = match self.core.is_empty() {
                 true => queue.recv().map_err(|_| RecvTimeoutError::Disconnected),
                 false => queue.recv_timeout(TICK),
