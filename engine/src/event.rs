@@ -8,6 +8,7 @@ use transfer::{Direction, DriverEvent, PeerId};
 
 use crate::handle::{RequestId, Submission};
 use crate::handoff::PeerMessage;
+use crate::kv_events::KvSnapshot;
 
 /// What a peer is to us.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,6 +61,8 @@ pub enum Event {
     },
     Transfer(DriverEvent),
     ResetPrefixCache,
+    /// Answer with what is in the prefix cache.
+    KvSnapshot(oneshot::Sender<KvSnapshot>),
     /// End the thread; running requests fail.
     Stop,
 }

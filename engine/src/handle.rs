@@ -5,9 +5,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::Sender;
 
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::sync::oneshot;
 
 use crate::api::{GenerateRequest, Output, RequestError, TokenId};
 use crate::event::Event;
+use crate::kv_events::KvSnapshot;
 use crate::metrics::Metrics;
 
 /// As many alternatives as OpenAI and vLLM give; each costs a place in every token's event.
@@ -95,6 +97,13 @@ impl EngineHandle {
     /// From now on `submit` refuses; running requests go on.
     pub fn drain(&self) {
         self.shared.draining.store(true, Ordering::SeqCst);
+    }
+
+    /// What is in the prefix cache now; `None` if the engine cannot say (it ended, or its events are far behind).
+    pub async fn kv_snapshot(&self) -> Option<KvSnapshot> {
+        let (reply, answer) = oneshot::channel();
+        self.shared.events.send(Event::KvSnapshot(reply)).ok()?;
+        answer.await.ok()
     }
 
     /// Sends an event to the engine's thread; false if the thread is gone.

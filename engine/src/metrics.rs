@@ -89,7 +89,10 @@ const MIRRORED: &[(&str, &str)] = &[
     ("kvferry:kv_checksum_mismatches_total", "Transfers whose bytes did not have their checksums."),
     ("kvferry:prompts_kept_total", "Prompts whose KV was kept for a decode worker to claim."),
     ("vllm:nixl_num_kv_expired_reqs_total", "Tickets and kept prompts given up when their lease ran out."),
-    ("vllm:nixl_num_notifications_after_expiry_total", "Claims and last messages about what had expired or was over."),
+    (
+        "vllm:nixl_num_notifications_after_expiry_total",
+        "Claims and last messages about what had expired or was over.",
+    ),
     ("vllm:nixl_num_failed_transfers_total", "KV transfers that failed."),
 ];
 
@@ -200,11 +203,17 @@ impl Metrics {
             ),
             kept: register(
                 r,
-                IntGauge::new("kvferry:prompts_kept", "Prompts whose KV waits for a decode worker to claim it."),
+                IntGauge::new(
+                    "kvferry:prompts_kept",
+                    "Prompts whose KV waits for a decode worker to claim it.",
+                ),
             ),
             writes_in_flight: register(
                 r,
-                IntGauge::new("kvferry:kv_writes_in_flight", "KV writes that were posted and have not settled."),
+                IntGauge::new(
+                    "kvferry:kv_writes_in_flight",
+                    "KV writes that were posted and have not settled.",
+                ),
             ),
             transfer_seconds: register(
                 r,

@@ -22,6 +22,7 @@ use crate::core::{Core, CoreConfig, Input, Plan, Submit};
 use crate::event::Event;
 use crate::handle::{EngineHandle, EngineInfo, RequestId, Submission};
 use crate::handoff::{PeerMessage, ToDecode};
+use crate::kv_events::KvEventSink;
 use crate::metrics::Metrics;
 use crate::runner::Runner;
 use crate::sampler::Sampled;
@@ -43,6 +44,8 @@ pub struct Parts {
     pub pool: Option<Arc<KvPool>>,
     /// Moves KV; `None` where the engine has no peers.
     pub driver: Option<DriverHandle>,
+    /// Where changes of the prefix cache go, if anybody wants them.
+    pub kv_events: Option<KvEventSink>,
 }
 
 /// Both ends of an engine's event channel: the transfer driver needs the sending one before the engine starts.
@@ -81,12 +84,18 @@ pub fn spawn(parts: Parts, events: Sender<Event>, queue: Receiver<Event>) -> Eng
     let waiting = Arc::new(AtomicUsize::new(0));
     let alive = Arc::new(AtomicBool::new(true));
     let handle = EngineHandle::new(events, parts.info, parts.metrics.clone(), waiting.clone(), alive.clone());
+    let block_bytes = parts.config.block_bytes;
+    let mut core = Core::new(parts.config);
+    if parts.kv_events.is_some() {
+        core.record_kv_events();
+    }
     let service = Service {
-        block_bytes: parts.config.block_bytes,
-        core: Core::new(parts.config),
+        block_bytes,
+        core,
         runner: Some(parts.runner),
         pool: parts.pool,
         driver: parts.driver,
+        kv_events: parts.kv_events,
         posted: HashMap::new(),
         next_tag: 0,
         deferred: VecDeque::new(),
@@ -125,6 +134,7 @@ struct Service {
     pool: Option<Arc<KvPool>>,
     block_bytes: u64,
     driver: Option<DriverHandle>,
+    kv_events: Option<KvEventSink>,
     /// Transfers under way, by the tag they were posted with.
     posted: HashMap<u64, Posted>,
     next_tag: u64,
@@ -219,7 +229,11 @@ impl Service {
 
     /// Runs a step. As its layers finish their KV is posted, and events that touch nothing of the step are handled: a grant
     /// that comes a moment late, or another request's first token, does not wait for the step's end.
-    fn compute(&mut self, plan: &Plan, queue: &Receiver<Event>) -> Result<Vec<Result<Sampled, String>>, String> {
+    fn compute(
+        &mut self,
+        plan: &Plan,
+        queue: &Receiver<Event>,
+    ) -> Result<Vec<Result<Sampled, String>>, String> {
         let mut runner = self.runner.take().expect("put back after each step. This is a bug.");
         let outcome = runner.run(plan, &mut |layers| {
             self.take_events_in_step(queue);
@@ -273,6 +287,7 @@ impl Service {
                 None => return,
             },
             Event::ResetPrefixCache => Input::ResetPrefixCache,
+            Event::KvSnapshot(reply) => return self.snapshot(reply),
             Event::Stop => {
                 self.stopping = true;
                 return;

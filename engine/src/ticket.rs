@@ -39,7 +39,13 @@ pub struct Push {
 }
 
 impl Push {
-    pub fn new(peer: PeerId, ticket: TicketId, direction: Direction, checksum: bool, lease_until: Duration) -> Self {
+    pub fn new(
+        peer: PeerId,
+        ticket: TicketId,
+        direction: Direction,
+        checksum: bool,
+        lease_until: Duration,
+    ) -> Self {
         Self {
             peer,
             ticket,
@@ -65,10 +71,9 @@ impl Push {
     pub fn is_written(&self) -> bool {
         match self.direction {
             Direction::Read => self.read,
-            Direction::Write => self
-                .grant
-                .as_ref()
-                .is_some_and(|grant| self.pushed == grant.first_block + grant.blocks.len()),
+            Direction::Write => {
+                self.grant.as_ref().is_some_and(|grant| self.pushed == grant.first_block + grant.blocks.len())
+            }
         }
     }
 }
@@ -233,7 +238,10 @@ mod tests {
         for (first, blocks, first_layer, layers) in
             [(0, 4, 0, 1), (3, 1, 0, 1), (0, 1, 3, 2), (0, 0, 0, 1), (0, 1, 0, 0), (usize::MAX, 2, 0, 1)]
         {
-            assert!(!arrived.mark(first, blocks, first_layer, layers), "{first} {blocks} {first_layer} {layers}");
+            assert!(
+                !arrived.mark(first, blocks, first_layer, layers),
+                "{first} {blocks} {first_layer} {layers}"
+            );
         }
         assert!(arrived.mark(0, 1, 0, 4) && !arrived.is_complete());
         assert!(arrived.mark(1, 2, 3, 1) && arrived.is_complete());

@@ -11,7 +11,7 @@ use prometheus::Registry;
 use crate::config::Config;
 use crate::http;
 use crate::readiness::{Readiness, State};
-use crate::router::router;
+use crate::routes::router;
 use crate::shutdown::Signals;
 use crate::state::{AppState, Identity, Serving};
 

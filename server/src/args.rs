@@ -103,7 +103,7 @@ pub struct Args {
     /// Write the port that was really taken to this file.
     #[arg(long, value_name = "PATH", help_heading = HTTP)]
     pub port_file: Option<PathBuf>,
-    /// A request ends with an error after this long.
+    /// A request ends with an error after this long; its own `timeout_secs` may be shorter.
     #[arg(long, value_name = "SECS", default_value_t = 600.0, value_parser = positive_secs, help_heading = HTTP)]
     pub request_timeout_secs: f64,
     /// After SIGTERM running requests may go on this long; then they end with an error.

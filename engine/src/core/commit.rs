@@ -60,7 +60,9 @@ impl Core {
         for index in first..request.num_computed / block_size {
             let (parent, hash) = request.block_hash(index, block_size);
             let tokens = &request.tokens[index * block_size..(index + 1) * block_size];
-            self.pool.seal(request.block_table[index], parent, hash, tokens);
+            if self.pool.seal(request.block_table[index], parent, hash, tokens) {
+                self.pool.log.stored(parent, hash, tokens, index == 0, request.cache_salt.as_deref());
+            }
         }
     }
 

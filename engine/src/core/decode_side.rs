@@ -33,7 +33,8 @@ impl Core {
             if self.config.kv_failure == KvFailure::Recompute {
                 return false;
             }
-            let reason = format!("the prompt has {prompt_len} tokens, the prefill workers take {longest} at most");
+            let reason =
+                format!("the prompt has {prompt_len} tokens, the prefill workers take {longest} at most");
             self.fail(id, RequestError::RemotePrefill(reason));
             return true;
         };
@@ -57,7 +58,13 @@ impl Core {
     }
 
     /// A new ticket with `peer` for a request, which waits for it from now on.
-    pub(super) fn open_ticket(&mut self, id: RequestId, peer: PeerId, source: Source, now: Duration) -> TicketId {
+    pub(super) fn open_ticket(
+        &mut self,
+        id: RequestId,
+        peer: PeerId,
+        source: Source,
+        now: Duration,
+    ) -> TicketId {
         let ticket = TicketId(self.next_ticket);
         self.next_ticket = self.next_ticket.wrapping_add(1);
         self.counters.tickets_opened += 1;
@@ -94,7 +101,9 @@ impl Core {
             }
             ToDecode::FirstToken { token, cached_tokens, logprobs, timing, .. } => {
                 let request = self.request(id);
-                if request.num_generated() > 0 || request.remote.as_ref().is_some_and(|r| r.source == Source::Kept) {
+                if request.num_generated() > 0
+                    || request.remote.as_ref().is_some_and(|r| r.source == Source::Kept)
+                {
                     return self.stale(Stale::Duplicate);
                 }
                 request.cached_tokens = Some(cached_tokens as usize);
@@ -107,7 +116,9 @@ impl Core {
             ToDecode::Complete { totals, timing, .. } => {
                 self.completed(id, Completed { at: now, totals, timing })
             }
-            ToDecode::Failed { reason, clean, .. } => self.remote_failed(id, KvFault::Refused, &reason, clean),
+            ToDecode::Failed { reason, clean, .. } => {
+                self.remote_failed(id, KvFault::Refused, &reason, clean)
+            }
             // We did not abort, and a request that its first token ended is closed already.
             ToDecode::Ended { .. } => {
                 self.remote_failed(id, KvFault::Refused, "the prefill worker ended the ticket", true)
@@ -150,7 +161,10 @@ impl Core {
                     let grant = ToPrefill::Grant {
                         ticket: remote.ticket,
                         first_block: cached_blocks as u32,
-                        blocks: request.block_table[cached_blocks..wanted].iter().map(|block| block.0).collect(),
+                        blocks: request.block_table[cached_blocks..wanted]
+                            .iter()
+                            .map(|block| block.0)
+                            .collect(),
                     };
                     let peer = remote.peer;
                     self.effects.push(Effect::Send(peer, PeerMessage::ToPrefill(grant)));
@@ -355,8 +369,7 @@ impl Core {
         request.state = State::Waiting;
         request.local_only = true;
         request.timeline.recomputed = Some(fault);
-        // It has waited for a prefill worker already.
-        self.waiting.push_front(id);
+        self.enqueue(id);
     }
 
     /// Cuts a request loose from its ticket and its blocks. While the ticket is `open` on the prefill worker, that is told

@@ -26,7 +26,10 @@ impl Core {
     /// plan has tokens of, and those are all running.
     pub fn may_apply_in_step(&self, input: &Input) -> bool {
         match input {
-            Input::Submit(_) | Input::FromPrefill(..) | Input::Notified { .. } | Input::ReadSettled { .. } => true,
+            Input::Submit(_)
+            | Input::FromPrefill(..)
+            | Input::Notified { .. }
+            | Input::ReadSettled { .. } => true,
             Input::FromDecode(peer, message) => self.may_say_in_step(*peer, message),
             Input::Settled { id, result } => result.is_ok() || !self.is_running(*id),
             Input::Abort(id) | Input::Finish(id) => !self.is_running(*id),

@@ -50,7 +50,8 @@ impl Core {
 
     /// A decode worker asks for what is kept.
     pub(super) fn claimed(&mut self, peer: PeerId, message: ToPrefill, now: Duration) {
-        let ToPrefill::Claim { ticket, request_id, kept: name, tokens, cache_salt, deadline_ms, checksum } = message
+        let ToPrefill::Claim { ticket, request_id, kept: name, tokens, cache_salt, deadline_ms, checksum } =
+            message
         else {
             unreachable!("called for Claim only. This is a bug.");
         };

@@ -4,6 +4,7 @@
 //! results. What the outside must do comes out of [`Core::take_effects`]. Time is a `Duration` since the engine's start.
 
 mod admit;
+mod check;
 mod commit;
 mod decode_side;
 mod in_step;
@@ -26,6 +27,7 @@ use crate::api::{FinishReason, Output, RequestError, TokenId, Usage};
 use crate::event::{PeerRole, PrefillLink};
 use crate::handle::RequestId;
 use crate::handoff::{TicketId, Totals};
+use crate::kv_events::{KvChains, KvEvent};
 use crate::pool::{Account, BlockPool};
 use crate::request::{NewRequest, Origin, Request, State};
 
@@ -121,11 +123,11 @@ pub struct Core {
     config: CoreConfig,
     pool: BlockPool,
     requests: HashMap<RequestId, Request>,
-    /// First come, first served; preempted requests come back at the front.
+    /// First come, first served: in order of arrival, preempted requests too.
     waiting: VecDeque<RequestId>,
     /// KV is here, all that lacks is a running slot.
     ready: VecDeque<RequestId>,
-    /// In order of admission.
+    /// In order of arrival.
     running: Vec<RequestId>,
     /// Tickets whose prefill worker asked and that get no blocks yet.
     ungranted: VecDeque<RequestId>,
@@ -135,6 +137,8 @@ pub struct Core {
     tickets: HashMap<TicketId, RequestId>,
     /// Tickets that others opened here (prefill side).
     pushes: HashMap<(PeerId, TicketId), RequestId>,
+    /// The newest ticket of each decode worker (prefill side).
+    newest_opened: HashMap<PeerId, TicketId>,
     /// Tickets of ours whose KV is here and whose last message is still to come.
     settling: HashMap<TicketId, Settling>,
     /// Granted blocks whose request is over or computed here instead, until the writer is done.
@@ -168,6 +172,7 @@ impl Core {
             prefill_peers: BTreeMap::new(),
             tickets: HashMap::new(),
             pushes: HashMap::new(),
+            newest_opened: HashMap::new(),
             settling: HashMap::new(),
             quarantine: HashMap::new(),
             kept: HashMap::new(),
@@ -210,6 +215,21 @@ impl Core {
     /// What the outside must do, in order.
     pub fn take_effects(&mut self) -> Vec<Effect> {
         std::mem::take(&mut self.effects)
+    }
+
+    /// From now on the prefix cache's changes are in [`Self::take_kv_events`].
+    pub fn record_kv_events(&mut self) {
+        self.pool.log.turn_on();
+    }
+
+    /// What happened in the prefix cache since the last call.
+    pub fn take_kv_events(&mut self) -> Vec<KvEvent> {
+        self.pool.log.take()
+    }
+
+    /// What is in the prefix cache.
+    pub fn kv_chains(&self) -> KvChains {
+        self.pool.chains()
     }
 
     pub fn account(&self) -> Account {
@@ -290,7 +310,7 @@ impl Core {
         match submit.fetch {
             Some(fetch) => self.claim(id, fetch, now),
             None if self.try_remote(id, now) => {}
-            None => self.waiting.push_back(id),
+            None => self.enqueue(id),
         }
     }
 
@@ -393,25 +413,5 @@ impl Core {
     /// Blocks that `tokens` tokens fill.
     fn blocks_for(&self, tokens: usize) -> usize {
         tokens.div_ceil(self.config.block_size)
-    }
-
-    fn check(&self) {
-        if !self.config.check_invariants {
-            return;
-        }
-        self.pool.check();
-        let quarantined: usize = self.quarantine.values().map(|left| left.blocks.len()).sum();
-        assert_eq!(quarantined, self.account().quarantined, "quarantine and account differ");
-        for request in self.requests.values() {
-            let covered = request.block_table.len() * self.config.block_size;
-            assert!(request.num_computed <= covered, "{:?} computed beyond its blocks", request.id);
-            assert!(
-                request.state != State::Waiting || request.block_table.is_empty(),
-                "a waiting request holds blocks"
-            );
-        }
-        for id in self.waiting.iter().chain(&self.ready).chain(&self.running).chain(&self.ungranted) {
-            assert!(self.requests.contains_key(id), "{id:?} is listed but gone");
-        }
     }
 }

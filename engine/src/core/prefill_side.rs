@@ -25,7 +25,7 @@ impl Core {
     pub(super) fn decode_says(&mut self, peer: PeerId, message: ToPrefill, now: Duration) {
         match message {
             ToPrefill::Open { ticket, .. } | ToPrefill::Claim { ticket, .. }
-                if self.pushes.contains_key(&(peer, ticket)) =>
+                if !self.is_newest(peer, ticket) =>
             {
                 self.stale(Stale::Duplicate);
             }
@@ -42,6 +42,17 @@ impl Core {
                 None => self.stale(self.push_age(peer, ticket)),
             },
         }
+    }
+
+    /// Whether the ticket comes after all that this decode worker has opened, which it then is the newest of. Tickets count
+    /// up, so any other has been here before, even if nothing is left of it: a grant for it may be of that earlier life.
+    fn is_newest(&mut self, peer: PeerId, ticket: TicketId) -> bool {
+        let newest = self.newest_opened.entry(peer).or_insert(TicketId(ticket.0.wrapping_sub(1)));
+        let newer = ticket.0.wrapping_sub(newest.0).cast_signed() > 0;
+        if newer {
+            *newest = ticket;
+        }
+        newer
     }
 
     fn open(&mut self, peer: PeerId, message: ToPrefill, now: Duration) {
@@ -81,7 +92,7 @@ impl Core {
         });
         self.requests.insert(id, request);
         self.pushes.insert((peer, ticket), id);
-        self.waiting.push_back(id);
+        self.enqueue(id);
     }
 
     /// The peer checked these against its own sizes; ours may be smaller.
@@ -112,7 +123,13 @@ impl Core {
     }
 
     /// Whether a grant is the first of its ticket and covers its prompt to the end.
-    pub(super) fn grant_fits(&self, peer: PeerId, ticket: TicketId, first_block: usize, blocks: usize) -> bool {
+    pub(super) fn grant_fits(
+        &self,
+        peer: PeerId,
+        ticket: TicketId,
+        first_block: usize,
+        blocks: usize,
+    ) -> bool {
         let Some(id) = self.pushes.get(&(peer, ticket)) else { return false };
         let request = &self.requests[id];
         let awaits = |push: &Push| push.direction == Direction::Write && push.grant.is_none();
@@ -353,6 +370,7 @@ impl Core {
 
     /// The decode worker is gone: its tickets end without a word.
     pub(super) fn lose_pushes(&mut self, peer: PeerId) {
+        self.newest_opened.remove(&peer);
         let lost: Vec<_> = self.pushes.iter().filter(|((p, _), _)| *p == peer).map(|(_, id)| *id).collect();
         for id in lost {
             self.end_push(id, Ending::PeerLost);

@@ -56,7 +56,13 @@ impl Core {
     }
 
     /// A prefill worker says which of its blocks hold the next part of the prompt.
-    pub(super) fn offered(&mut self, id: RequestId, first_block: usize, blocks: Vec<u32>, checksums: Vec<u64>) {
+    pub(super) fn offered(
+        &mut self,
+        id: RequestId,
+        first_block: usize,
+        blocks: Vec<u32>,
+        checksums: Vec<u64>,
+    ) {
         let prompt_blocks = self.blocks_for(self.requests[&id].prompt_len);
         let sums = if self.config.kv_checksum { blocks.len() } else { 0 };
         let remote = self.request(id).remote.as_mut().expect("listed as a ticket. This is a bug.");
@@ -109,7 +115,12 @@ impl Core {
     }
 
     /// A read is over.
-    pub(super) fn read_settled(&mut self, range: ReadRange, result: Result<Written, ReadFault>, now: Duration) {
+    pub(super) fn read_settled(
+        &mut self,
+        range: ReadRange,
+        result: Result<Written, ReadFault>,
+        now: Duration,
+    ) {
         let Some(&id) = self.tickets.get(&range.ticket) else {
             if !self.read_left(range.ticket) {
                 self.stale(Stale::Unknown);

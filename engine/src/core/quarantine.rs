@@ -39,8 +39,12 @@ impl Core {
 
     /// `peer` writes nothing any more.
     pub(super) fn end_quarantines_of(&mut self, peer: PeerId) {
-        let ended: Vec<_> =
-            self.quarantine.iter().filter(|(_, left)| left.writer == Writer::Peer(peer)).map(|(t, _)| *t).collect();
+        let ended: Vec<_> = self
+            .quarantine
+            .iter()
+            .filter(|(_, left)| left.writer == Writer::Peer(peer))
+            .map(|(t, _)| *t)
+            .collect();
         ended.into_iter().for_each(|ticket| self.end_quarantine(ticket));
     }
 

@@ -21,7 +21,9 @@ impl Service {
     /// Whether what a note names has arrived as it was sent. True if it brings no checksums, or does not fit a ticket: then
     /// the core says what is wrong with it.
     pub(super) fn is_intact(&self, note: &[u8]) -> bool {
-        let Some(note) = WriteNote::decode(note).filter(|note| !note.checksums.is_empty()) else { return true };
+        let Some(note) = WriteNote::decode(note).filter(|note| !note.checksums.is_empty()) else {
+            return true;
+        };
         let Some(spans) = self.core.note_spans(&note) else { return true };
         spans.len() == note.checksums.len()
             && spans.iter().zip(&note.checksums).all(|(&(offset, len), &sum)| self.sum(offset, len) == sum)

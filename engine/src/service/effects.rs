@@ -3,17 +3,21 @@
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
+use tokio::sync::oneshot;
+
 use super::Service;
 use crate::api::Output;
 use crate::core::Effect;
 use crate::handle::RequestId;
 use crate::handoff::{PeerMessage, ToDecode};
+use crate::kv_events::KvSnapshot;
 
 impl Service {
     pub(super) fn carry_out(&mut self) {
         for effect in self.core.take_effects() {
             self.carry_out_one(effect);
         }
+        self.publish_kv_events();
         let core = &self.core;
         for (_, reply) in self.idle_waiters.extract_if(.., |(peer, _)| core.is_idle_for(*peer)) {
             // Whoever asked may have given up.
@@ -36,6 +40,21 @@ impl Service {
         }
     }
 
+    fn publish_kv_events(&mut self) {
+        if let Some(sink) = &mut self.kv_events {
+            sink.publish(self.core.take_kv_events());
+        }
+    }
+
+    pub(super) fn snapshot(&mut self, reply: oneshot::Sender<KvSnapshot>) {
+        self.publish_kv_events();
+        match &mut self.kv_events {
+            Some(sink) => sink.snapshot(self.core.kv_chains(), reply),
+            // Nothing is published that the snapshot could be compared with.
+            None => drop(reply.send(KvSnapshot { next_seq: 0, chains: self.core.kv_chains() })),
+        }
+    }
+
     fn carry_out_one(&mut self, effect: Effect) {
         match effect {
             Effect::Output(id, output) => self.output(id, output),
@@ -48,7 +67,9 @@ impl Service {
                     self.outboxes.remove(&peer);
                 }
             }
-            Effect::Post { id, peer, spans, note, checksum } => self.post_write(id, peer, spans, note, checksum),
+            Effect::Post { id, peer, spans, note, checksum } => {
+                self.post_write(id, peer, spans, note, checksum)
+            }
             Effect::Read { range, peer, spans, checksums } => self.post_read(range, peer, spans, checksums),
             Effect::Offer { peer, ticket, first_block, blocks, last, checksum } => {
                 let checksums = if checksum { self.sums_of_blocks(&blocks) } else { Vec::new() };
@@ -56,7 +77,13 @@ impl Service {
                 self.carry_out_one(Effect::Send(peer, PeerMessage::ToDecode(offer)));
             }
             Effect::TicketFailed { request_id, fault, reason, recompute } => {
-                tracing::warn!(request_id, fault = fault.label(), reason, recompute, "no KV from the prefill worker");
+                tracing::warn!(
+                    request_id,
+                    fault = fault.label(),
+                    reason,
+                    recompute,
+                    "no KV from the prefill worker"
+                );
                 self.metrics.ticket_failed(fault);
             }
             Effect::DropPeer(peer) => drop(self.outboxes.remove(&peer)),

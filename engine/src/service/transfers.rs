@@ -33,7 +33,13 @@ impl Service {
         self.failed_at_once(tag, posted);
     }
 
-    pub(super) fn post_read(&mut self, range: ReadRange, peer: PeerId, spans: Vec<Span>, checksums: Vec<u64>) {
+    pub(super) fn post_read(
+        &mut self,
+        range: ReadRange,
+        peer: PeerId,
+        spans: Vec<Span>,
+        checksums: Vec<u64>,
+    ) {
         let tag = self.tag(Posted::Read { range, spans: spans.clone(), checksums });
         let posted = self.driver.as_ref().map(|driver| driver.post_read(peer, spans, Vec::new(), tag));
         self.failed_at_once(tag, posted);
@@ -63,7 +69,8 @@ impl Service {
             Posted::Write(id) => Input::Settled { id, result },
             Posted::Read { range, spans, checksums } => {
                 let result = result.map_err(ReadFault::Failed).and_then(|read| {
-                    let intact = checksums.is_empty() || self.sums_of_spans(&spans, self.block_bytes) == checksums;
+                    let intact =
+                        checksums.is_empty() || self.sums_of_spans(&spans, self.block_bytes) == checksums;
                     if intact { Ok(read) } else { Err(ReadFault::Corrupt) }
                 });
                 Input::ReadSettled { range, result }
@@ -74,10 +81,11 @@ impl Service {
     pub(super) fn transfer_input(&mut self, event: DriverEvent) -> Option<Input> {
         match event {
             DriverEvent::Settled { tag, result, .. } => {
-                let result = result.map(|stats| Written { post: stats.post, wire: stats.wire }).map_err(|error| {
-                    self.metrics.transfer_failed();
-                    error.to_string()
-                });
+                let result =
+                    result.map(|stats| Written { post: stats.post, wire: stats.wire }).map_err(|error| {
+                        self.metrics.transfer_failed();
+                        error.to_string()
+                    });
                 self.settled(tag, result)
             }
             DriverEvent::Notified { payload } => {

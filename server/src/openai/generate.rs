@@ -1,7 +1,7 @@
 //! From checked requests to answers: submits one sequence per prompt and answer, then collects or streams them.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use axum::Json;
 use axum::response::{IntoResponse, Response};
@@ -69,7 +69,7 @@ fn submit(
                 keep: job.kv == KvTransfer::Keep,
                 fetch: fetch.clone(),
                 arrival: job.arrival,
-                timeout: state.request_timeout,
+                timeout: job.options.timeout.unwrap_or(Duration::MAX).min(state.request_timeout),
             };
             let min_tokens = request.sampling.min_tokens;
             let text = serving.text.answer(&job.options.stop, min_tokens, job.options.skip_special_tokens)?;

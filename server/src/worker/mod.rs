@@ -84,7 +84,7 @@ pub fn load(config: &Config, state: &Arc<AppState>) -> anyhow::Result<Worker> {
     metrics.cache_config(config.block_size, pool.num_blocks(), pool.layout().dtype.as_str());
     let max_prompt_tokens = (max_model_len - 1).min(pool.num_blocks() * config.block_size) as u64;
     let nice = niceness(config);
-    let parts = Parts { config: core, info, metrics, runner, nice, pool: Some(pool), driver };
+    let parts = Parts { config: core, info, metrics, runner, nice, pool: Some(pool), driver, kv_events: None };
     let engine = service::spawn(parts, events, queue);
     let serving = Serving { engine: engine.handle.clone(), text, defaults: files.generation.sampling };
     let tasks: Tasks = Arc::default();

@@ -82,7 +82,7 @@ pub async fn start(setup: Setup) -> Harness {
     };
     let drained = state.drain.clone().run(told, state.readiness.clone(), setup.grace);
     let server =
-        tokio::spawn(server::http::run(listener, server::router::router(state.clone(), routes()), drained));
+        tokio::spawn(server::http::run(listener, server::routes::router(state.clone(), routes()), drained));
     let client = reqwest::Client::new();
     let url = format!("http://{address}");
     Harness { state, tokenizer, url, address, client, events, shutdown: Some(shutdown), server }

@@ -342,7 +342,10 @@ fn a_lease_that_is_not_renewed_ends_the_ticket_and_a_renewed_one_does_not() {
         assert_eq!(world.p.core.account().running, if renewed { 3 } else { 0 });
         world.carry_out();
         let unknown = |message: &ToDecode| matches!(message, ToDecode::Renewed { unknown, .. } if *unknown == [TicketId(1)]);
-        assert_eq!(world.to_d.iter().filter(|message| unknown(message)).count(), if renewed { 20 } else { 0 });
+        assert_eq!(
+            world.to_d.iter().filter(|message| unknown(message)).count(),
+            if renewed { 20 } else { 0 }
+        );
     }
 }
 
@@ -478,4 +481,20 @@ fn a_prompt_that_no_prefill_worker_takes_is_not_offered_to_any() {
         let counters = worker.core.counters();
         assert_eq!((refused, counters.tickets_opened, counters.prompts_too_long_for_prefill), (failed, 0, 1));
     }
+}
+
+/// pd-15: an `Open` that comes again after its ticket is over would take the grant of the ticket's first life, and write
+/// where other requests are by now.
+#[test]
+fn an_open_that_comes_twice_is_dropped_though_its_ticket_is_over() {
+    let mut world = World::new(20, 20);
+    world.d.submit(0, &[60; 9], 4);
+    world.carry_out();
+    let open = world.to_p.pop_front().expect("a ticket");
+    let ToPrefill::Open { ticket, .. } = open else { panic!("{open:?}") };
+    world.p.apply(Input::FromDecode(world.peer, open.clone()));
+    world.p.apply(Input::FromDecode(world.peer, ToPrefill::Abort { ticket }));
+    assert_eq!(world.p.core.num_pushes(), 0);
+    world.p.apply(Input::FromDecode(world.peer, open));
+    assert_eq!((world.p.core.num_pushes(), world.p.core.counters().stale_duplicate), (0, 1));
 }

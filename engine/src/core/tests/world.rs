@@ -4,7 +4,6 @@ use std::collections::{HashMap, VecDeque};
 use std::time::Duration;
 
 use rand::Rng;
-use rand::rngs::StdRng;
 use transfer::{Direction, PeerId, Span};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
@@ -79,11 +78,9 @@ pub(super) struct Worker {
 
 impl Worker {
     pub(super) fn new(num_blocks: usize, first_ticket: u64) -> Self {
-        Self {
-            core: Core::new(config(num_blocks, first_ticket)),
-            memory: vec![[u64::MAX; LAYERS]; num_blocks * BLOCK],
-            now: Duration::ZERO,
-        }
+        let mut core = Core::new(config(num_blocks, first_ticket));
+        core.record_kv_events();
+        Self { core, memory: vec![[u64::MAX; LAYERS]; num_blocks * BLOCK], now: Duration::ZERO }
     }
 
     pub(super) fn apply(&mut self, input: Input) {
@@ -226,8 +223,7 @@ impl World {
     pub(super) fn connect(&mut self) {
         self.peer = PeerId(self.peer.0 + 1);
         self.up = true;
-        let link =
-            PrefillLink { direction: self.direction, max_prompt: 59, lease: LEASE, on_demand: false };
+        let link = PrefillLink { direction: self.direction, max_prompt: 59, lease: LEASE, on_demand: false };
         self.d.apply(Input::PeerUp(self.peer, PeerRole::Prefill(link)));
         self.p.apply(Input::PeerUp(self.peer, PeerRole::Decode));
     }
@@ -279,7 +275,13 @@ impl World {
                     Effect::Offer { peer, ticket, first_block, blocks, last, .. } => {
                         if peer == self.peer && self.up {
                             let checksums = Vec::new();
-                            self.to_d.push_back(ToDecode::Offer { ticket, first_block, blocks, checksums, last });
+                            self.to_d.push_back(ToDecode::Offer {
+                                ticket,
+                                first_block,
+                                blocks,
+                                checksums,
+                                last,
+                            });
                         }
                     }
                     Effect::DropPeer(peer) if peer == self.peer && self.up => self.disconnect(),
@@ -353,7 +355,7 @@ impl World {
     }
 
     /// The prefill worker computes a step, and in the midst of it layers move and messages arrive.
-    fn step_in_parts(&mut self, rng: &mut StdRng) {
+    fn step_in_parts(&mut self, rng: &mut impl Rng) {
         let Some(plan) = self.p.begin() else { return };
         for layers in 1..=LAYERS {
             if layers > 1 {
@@ -380,7 +382,7 @@ impl World {
     }
 
     /// One thing that can happen, if it can.
-    pub(super) fn happen(&mut self, rng: &mut StdRng, faults: bool) {
+    pub(super) fn happen(&mut self, rng: &mut impl Rng, faults: bool) {
         match rng.random_range(0..if faults { 100 } else { 94 }) {
             0..20 => drop(self.d.step()),
             20..40 => self.step_in_parts(rng),
@@ -394,7 +396,9 @@ impl World {
                     self.d.apply(Input::FromPrefill(self.peer, message));
                 }
             }
-            70..75 if !self.reads.is_empty() => self.settle_read(rng.random_range(0..self.reads.len()), false),
+            70..75 if !self.reads.is_empty() => {
+                self.settle_read(rng.random_range(0..self.reads.len()), false)
+            }
             70..80 if !self.writes.is_empty() => self.settle(rng.random_range(0..self.writes.len()), false),
             80..90 if !self.notes.is_empty() => {
                 let note = self.notes.swap_remove(rng.random_range(0..self.notes.len()));
@@ -413,7 +417,9 @@ impl World {
                 self.d.now += pause;
                 self.p.now += pause;
             }
-            92 if faults && !self.reads.is_empty() => self.settle_read(rng.random_range(0..self.reads.len()), true),
+            92 if faults && !self.reads.is_empty() => {
+                self.settle_read(rng.random_range(0..self.reads.len()), true)
+            }
             93 if faults => {
                 // The prefill worker stands still for longer than its lease.
                 self.p.now += LEASE * 2;
