@@ -36,6 +36,7 @@ fn running() -> Core {
         num_layers: 1,
         push_layers: 1,
         lease: Duration::from_secs(30),
+        notification_time: Duration::from_secs(5),
         kv_checksum: false,
         max_model_len: 1 << 20,
         max_batched_tokens: 1 << 20,

@@ -38,6 +38,8 @@ pub struct Parts {
     pub info: EngineInfo,
     pub metrics: Arc<Metrics>,
     pub runner: Box<dyn Runner>,
+    /// How much the engine's thread, which computes, gives way to others of the machine (0 to 19).
+    pub nice: u8,
     /// For checksums; `None` where nothing has bytes to sum.
     pub pool: Option<Arc<KvPool>>,
     /// Moves KV; `None` where the engine has no peers.
@@ -78,6 +80,7 @@ impl Engine {
 ///
 /// Panics when the system gives no thread.
 pub fn spawn(parts: Parts, events: Sender<Event>, queue: Receiver<Event>) -> Engine {
+    let nice = parts.nice;
     let waiting = Arc::new(AtomicUsize::new(0));
     let alive = Arc::new(AtomicBool::new(true));
     let handle = EngineHandle::new(events, parts.info, parts.metrics.clone(), waiting.clone(), alive.clone());
@@ -107,7 +110,12 @@ pub fn spawn(parts: Parts, events: Sender<Event>, queue: Receiver<Event>) -> Eng
         nudge: false,
         stopping: false,
     };
-    let thread = std::thread::Builder::new().name("engine".into()).spawn(move || service.run(&queue));
+    let thread = std::thread::Builder::new().name("engine".into()).spawn(move || {
+        if let Err(error) = kernels::cpu::priority::give_way(nice) {
+            tracing::warn!(%error, nice, "the engine's thread keeps its priority");
+        }
+        service.run(&queue);
+    });
     Engine { handle, thread: thread.expect("the system gives a thread at start") }
 }
 
@@ -172,10 +180,12 @@ impl Service {
 
     /// Waits for an event if there is nothing to compute, then takes all that are there.
     fn take_events(&mut self, queue: &Receiver<Event>) {
+        // After events, deferred ones too, a step follows before the thread waits: it exports what they changed.
+        let deferred = !self.deferred.is_empty();
         while let Some(event) = self.deferred.pop_front() {
             self.handle(event);
         }
-        if self.core.num_running() == 0 && self.core.num_waiting() == 0 {
+        if !deferred && self.core.num_running() == 0 && self.core.num_waiting() == 0 {
             let first = match self.core.is_empty() {
                 true => queue.recv().map_err(|_| RecvTimeoutError::Disconnected),
                 false => queue.recv_timeout(TICK),

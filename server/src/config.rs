@@ -63,6 +63,8 @@ pub struct Config {
     pub threads: usize,
     /// Cores for the threads that compute and move KV; `None` leaves them as they are.
     pub cpu_affinity: Option<Vec<usize>>,
+    /// How much they give way to other processes; `None`: as the deployment suggests.
+    pub cpu_nice: Option<u8>,
     pub device: DeviceKind,
     /// A built-in profile's name or a file, for the simulated device.
     pub sim_profile: String,
@@ -169,6 +171,7 @@ impl Config {
             shutdown_grace: Duration::from_secs_f64(args.shutdown_grace_secs),
             threads: args.threads.unwrap_or_else(default_threads),
             cpu_affinity,
+            cpu_nice: args.cpu_nice,
             device: args.device,
             sim_profile: args.sim_profile,
             sim_speed: args.sim_speed,

@@ -14,10 +14,6 @@ use crate::request::State;
 use crate::sampler::Sampled;
 use crate::ticket::{Arrived, Completed, Remote, Source};
 
-/// How long notifications may follow `Complete`. They are on their way already when it is sent, and their thread never
-/// computes; seconds are for a machine that swaps.
-const NOTIFICATION_TIME: Duration = Duration::from_secs(5);
-
 impl Core {
     /// Sends a new request's prompt to the least loaded prefill worker that can take it. False if it is better, or only
     /// possible, here: no prefill worker is up or none takes prompts so long, or all but the last block is cached here.
@@ -325,7 +321,7 @@ impl Core {
     pub(super) fn expire_notifications(&mut self, now: Duration) {
         let lost = |id: &RequestId| {
             let remote = self.requests[id].remote.as_ref()?;
-            Some(now >= remote.complete.as_ref()?.at + NOTIFICATION_TIME)
+            Some(now >= remote.complete.as_ref()?.at + self.config.notification_time)
         };
         let lost: Vec<_> = self.tickets.values().filter(|id| lost(id) == Some(true)).copied().collect();
         for id in lost {

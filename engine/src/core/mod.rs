@@ -61,6 +61,9 @@ pub struct CoreConfig {
     pub push_layers: usize,
     /// How long a ticket's blocks are kept for a decode worker that does not renew its lease.
     pub lease: Duration,
+    /// How long notifications may follow `Complete`. They are on their way already when it is sent, and their thread never
+    /// computes; seconds are for a machine that swaps.
+    pub notification_time: Duration,
     /// Ask for a checksum of each block that comes from a prefill worker, and compare it.
     pub kv_checksum: bool,
     pub max_model_len: usize,

@@ -33,6 +33,7 @@ pub fn by_engine(prompts: &[Vec<u32>], num_blocks: usize) -> Vec<usize> {
         num_layers: 1,
         push_layers: 1,
         lease: Duration::from_secs(30),
+        notification_time: Duration::from_secs(5),
         kv_checksum: false,
         max_model_len: usize::MAX,
         max_batched_tokens: usize::MAX,

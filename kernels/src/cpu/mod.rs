@@ -21,6 +21,7 @@ pub mod linear;
 pub mod matmul;
 pub mod packed;
 pub mod pointwise;
+pub mod priority;
 pub mod qkv;
 #[cfg(target_arch = "x86_64")]
 mod simd;

@@ -12,7 +12,7 @@ use tokio::time::{Instant, MissedTickBehavior, interval, sleep, timeout};
 use tokio_tungstenite::WebSocketStream;
 use tokio_tungstenite::tungstenite::http::StatusCode;
 use tokio_tungstenite::tungstenite::{Error as WsError, Message};
-use transfer::PeerId;
+use transfer::{PeerId, ProbeReport};
 
 use super::demand::Demand;
 use super::frame::{Frame, Greeting};
@@ -47,12 +47,13 @@ pub async fn keep(context: LinkContext, url: PeerUrl, peers: Peers, demand: Dema
                             context.engine.send(Event::PeerGone(previous));
                         }
                         retry = RETRY.0;
-                        peers.set(&url, Standing::Up { max_prompt: theirs.max_prompt_tokens });
                         previous = Some(peer);
                         let mut up = None;
                         let on_up = || {
                             up = Some(demand.is_up(theirs.hello.incarnation, peer));
                             peers.link(&url, Some(peer));
+                            // Not before: a worker that is ready sends its prompts there.
+                            peers.set(&url, Standing::Up { max_prompt: theirs.max_prompt_tokens });
                         };
                         let reason = run(&context, peer, socket, &theirs, false, on_up).await;
                         drop(up);
@@ -148,13 +149,19 @@ async fn handshake(
 pub(super) async fn run(
     context: &LinkContext,
     peer: PeerId,
-    socket: Socket,
+    mut socket: Socket,
     theirs: &Greeting,
     on_demand: bool,
     on_up: impl FnOnce(),
 ) -> String {
     let (outbox, mut messages) = unbounded_channel();
-    let probed = if on_demand { None } else { context.probe(peer).await };
+    let probed = match on_demand {
+        true => None,
+        false => match probe(context, peer, &mut socket).await {
+            Ok(report) => report,
+            Err(error) => return error.to_string(),
+        },
+    };
     let role = PeerRole::Prefill(PrefillLink {
         direction: context.direction(probed.as_ref()),
         max_prompt: theirs.max_prompt_tokens as usize,
@@ -167,6 +174,22 @@ pub(super) async fn run(
     // The engine hears of the peer before anything that names it.
     on_up();
     carry(context, peer, socket, &mut messages).await
+}
+
+/// Measures the way to the peer; the link is kept alive meanwhile.
+async fn probe(
+    context: &LinkContext,
+    peer: PeerId,
+    socket: &mut Socket,
+) -> Result<Option<ProbeReport>, WsError> {
+    let mut ping = interval(context.silence / PINGS);
+    let mut report = std::pin::pin!(context.probe(peer));
+    loop {
+        tokio::select! {
+            report = &mut report => return Ok(report),
+            _ = ping.tick() => socket.send(Message::Ping(Default::default())).await?,
+        }
+    }
 }
 
 async fn carry(

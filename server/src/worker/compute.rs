@@ -51,7 +51,9 @@ fn load_model(config: &Config, dir: &Path) -> anyhow::Result<Compute> {
         kernels::cpu::team::pin_thread(cpus)
             .with_context(|| format!("--cpu-affinity names none of this process's cores: {cpus:?}"))?;
     }
-    let first = kernels::cpu::team::set_threads(config.threads);
+    let nice = super::niceness(config);
+    let first = kernels::cpu::priority::set_threads(config.threads, nice);
+    let first = first.with_context(|| format!("the compute threads cannot start with --cpu-nice {nice}"))?;
     assert!(first, "the compute threads start with the first model. This is a bug.");
     let ModelFiles {
         dir,

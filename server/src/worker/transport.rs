@@ -63,7 +63,7 @@ pub fn open(
 }
 
 /// True if all workers of this deployment are on this machine, as far as this one can tell.
-fn same_host(config: &Config) -> bool {
+pub fn same_host(config: &Config) -> bool {
     let loopback = |address: SocketAddr| address.ip().is_loopback();
     let is_local = |host: &str, port: u16| {
         (host, port).to_socket_addrs().is_ok_and(|mut addresses| addresses.all(loopback))

@@ -30,6 +30,7 @@ pub(super) fn config(num_blocks: usize, first_ticket: u64) -> CoreConfig {
         num_layers: LAYERS,
         push_layers: 2,
         lease: LEASE,
+        notification_time: Duration::from_secs(5),
         kv_checksum: false,
         max_model_len: 60,
         max_batched_tokens: 10,
