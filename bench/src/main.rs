@@ -21,6 +21,7 @@ mod serve_log;
 mod sse;
 mod stats;
 mod table;
+mod transfer;
 mod transfers;
 mod ttft;
 
@@ -44,6 +45,9 @@ enum Command {
     Ttft(ttft::Args),
     PrefixHits(prefix_hits::Args),
     Profile(profile::Args),
+    Transfer(transfer::Args),
+    #[command(hide = true)]
+    TransferEndpoint(transfer::EndpointArgs),
     Demo(demo::Args),
 }
 
@@ -70,6 +74,8 @@ async fn run(command: Command) -> Result<ExitCode> {
         Command::Ttft(args) => Box::pin(ttft::run(args)).await?,
         Command::PrefixHits(args) => Box::pin(prefix_hits::run(args)).await?,
         Command::Profile(args) => Box::pin(profile::run(args)).await?,
+        Command::Transfer(args) => Box::pin(transfer::run(args)).await?,
+        Command::TransferEndpoint(args) => transfer::run_endpoint(&args)?,
         Command::Demo(args) => Box::pin(demo::run(args)).await?,
     }
     Ok(ExitCode::SUCCESS)

@@ -14,6 +14,7 @@ use crate::layers::HttpMetrics;
 use crate::link::demand::Demand;
 use crate::link::peers::Peers;
 use crate::link::server::LinkServer;
+use crate::link::transfers::Transfers;
 use crate::readiness::Readiness;
 use crate::shutdown::Drain;
 use crate::text::Text;
@@ -40,6 +41,8 @@ pub struct AppState {
     pub kv: OnceLock<Handoffs>,
     /// The port that was really taken.
     pub port: OnceLock<u16>,
+    /// What is known of a prefill or decode worker's KV transport.
+    pub transfers: OnceLock<Arc<Transfers>>,
 }
 
 /// A worker's part in handoffs that an outside proxy arranges.
@@ -99,6 +102,7 @@ impl AppState {
             link: OnceLock::new(),
             kv: OnceLock::new(),
             port: OnceLock::new(),
+            transfers: OnceLock::new(),
         }))
     }
 

@@ -17,3 +17,4 @@ mod proxy;
 mod same_text;
 mod shutdown;
 mod start;
+mod transports;

@@ -31,6 +31,14 @@ pub(super) enum Failure {
     Misfit(String),
 }
 
+impl Failure {
+    pub(super) fn into_reason(self) -> String {
+        match self {
+            Self::Dead(reason) | Self::Lost(reason) | Self::Misfit(reason) => reason,
+        }
+    }
+}
+
 /// Keeps a link to `url` until the task is aborted.
 pub async fn keep(context: LinkContext, url: PeerUrl, peers: Peers, demand: Demand) {
     let mut retry = RETRY.0;
@@ -47,16 +55,18 @@ pub async fn keep(context: LinkContext, url: PeerUrl, peers: Peers, demand: Dema
                             context.engine.send(Event::PeerGone(previous));
                         }
                         retry = RETRY.0;
-                        peers.set(&url, Standing::Up { max_prompt: theirs.max_prompt_tokens });
                         previous = Some(peer);
                         let mut up = None;
-                        let on_up = || up = Some(demand.is_up(theirs.hello.incarnation, peer));
-                        let reason = run(&context, peer, socket, &theirs, false, on_up).await;
+                        let on_up = || {
+                            peers.set(&url, Standing::Up { max_prompt: theirs.max_prompt_tokens });
+                            up = Some(demand.is_up(theirs.hello.incarnation, peer));
+                        };
+                        let failure = run(&context, peer, socket, &url, &theirs, false, on_up).await;
                         drop(up);
                         context.engine.send(Event::PeerDown(peer));
                         // Fences what the old link may still write, before a new one is tried.
                         let _ = context.driver.remove_peer(peer);
-                        Failure::Lost(reason)
+                        failure
                     }
                     Err(error) => Failure::Lost(format!("the KV transport cannot reach it: {error}")),
                 }
@@ -145,12 +155,19 @@ pub(super) async fn run(
     context: &LinkContext,
     peer: PeerId,
     socket: Socket,
+    url: &PeerUrl,
     theirs: &Greeting,
     on_demand: bool,
     on_up: impl FnOnce(),
-) -> String {
+) -> Failure {
     let (outbox, mut messages) = unbounded_channel();
-    let probed = if on_demand { None } else { context.probe(peer).await };
+    let probed = match on_demand {
+        true => None,
+        false => match context.probe(peer, url).await {
+            Ok(probed) => probed,
+            Err(reason) => return Failure::Misfit(reason),
+        },
+    };
     let role = PeerRole::Prefill(PrefillLink {
         direction: context.direction(probed.as_ref()),
         max_prompt: theirs.max_prompt_tokens as usize,
@@ -158,11 +175,11 @@ pub(super) async fn run(
         on_demand,
     });
     if !context.engine.send(Event::PeerUp { peer, role, outbox }) {
-        return "the engine has stopped".into();
+        return Failure::Lost("the engine has stopped".into());
     }
     // The engine hears of the peer before anything that names it.
     on_up();
-    carry(context, peer, socket, &mut messages).await
+    Failure::Lost(carry(context, peer, socket, &mut messages).await)
 }
 
 async fn carry(

@@ -14,7 +14,9 @@ pub enum Standing {
     /// No attempt has ended yet.
     Trying,
     /// Linked; prompts of up to `max_prompt` tokens are computed there.
-    Up { max_prompt: u64 },
+    Up {
+        max_prompt: u64,
+    },
     Down(String),
     /// The two do not fit: with this pair no request may be served, or its text could be wrong.
     Refused(String),
@@ -62,7 +64,9 @@ impl Peers {
         let standings = self.standings.lock().unwrap_or_else(PoisonError::into_inner);
         let detail = |(url, standing): (&String, &Standing)| match standing {
             Standing::Trying => json!({ "url": url, "link": "trying" }),
-            Standing::Up { max_prompt } => json!({ "url": url, "link": "up", "max_prompt_tokens": max_prompt }),
+            Standing::Up { max_prompt } => {
+                json!({ "url": url, "link": "up", "max_prompt_tokens": max_prompt })
+            }
             Standing::Down(reason) => json!({ "url": url, "link": "down", "reason": reason }),
             Standing::Refused(reason) => json!({ "url": url, "link": "refused", "reason": reason }),
         };
