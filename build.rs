@@ -1,35 +1,63 @@
 //! The one build script; members name it with `build = "../build.rs"`.
 //!
-//! A member gets what its features ask for. Without features nothing is generated: the NIXL bindings
-//! are committed, so an ordinary build needs no libclang.
+//! A member gets what its features ask for. Without features nothing is generated: the bindings of NIXL
+//! and UCX are committed, so an ordinary build needs no libclang.
 // Each member declares only its own features; the others' names are unknown to the compiler there.
 #![allow(unexpected_cfgs)]
 
 fn main() {
     println!("cargo::rerun-if-changed=../build.rs");
     #[cfg(feature = "bindgen")]
-    nixl::generate();
+    bindings::generate();
 }
 
 #[cfg(feature = "bindgen")]
-mod nixl {
+mod bindings {
     use std::path::PathBuf;
     use std::process::Command;
     use std::{env, fs};
 
-    const HEADER: &str = "nixl/nixl_capi.h";
+    const NIXL: &str = "nixl/nixl_capi.h";
 
-    /// Writes `$OUT_DIR/nixl_capi.rs` from our header.
+    /// The functions of UCP that we call, and the constants that go with them; types follow by themselves.
+    const UCP_FUNCTIONS: &str = "ucp_(get_version|init_version|cleanup|worker_create|worker_destroy|worker_progress|\
+        worker_get_address|worker_release_address|worker_set_am_recv_handler|ep_create|ep_close_nbx|ep_flush_nbx|mem_map|\
+        mem_unmap|rkey_pack|rkey_buffer_release|ep_rkey_unpack|rkey_destroy|put_nbx|get_nbx|am_send_nbx|\
+        request_check_status|request_free)|ucs_status_string";
+    const UCP_TYPES: &str = "ucp_(params_field|feature|worker_params_field|ep_params_field|err_handling_mode_t|\
+        mem_map_params_field|op_attr_t|am_handler_param_field|am_cb_flags|send_am_flags|am_recv_attr_t|\
+        ep_close_flags_t)|ucs_(thread_mode_t|memory_type_t|status_t)";
+
+    /// Writes `$OUT_DIR/nixl_capi.rs` from our header and, where `UCX_INCLUDE` names UCX's headers, `$OUT_DIR/ucp.rs`.
     pub fn generate() {
-        println!("cargo::rerun-if-changed={HEADER}");
+        println!("cargo::rerun-if-changed={NIXL}");
         println!("cargo::rerun-if-env-changed=LIBCLANG_PATH");
-        let mut builder = bindgen::Builder::default()
-            .header(HEADER)
-            .clang_args(["-x", "c", "-std=c11"])
+        println!("cargo::rerun-if-env-changed=UCX_INCLUDE");
+        let nixl = common("NixlCapi")
+            .header(NIXL)
             .allowlist_function("nixl_capi_.*")
             .allowlist_type("nixl_capi_.*")
-            .default_enum_style(bindgen::EnumVariation::NewType { is_bitfield: false, is_global: false })
-            .dynamic_library_name("NixlCapi")
+            .default_enum_style(bindgen::EnumVariation::NewType { is_bitfield: false, is_global: false });
+        write(nixl, "nixl_capi.rs");
+        if let Ok(include) = env::var("UCX_INCLUDE") {
+            let ucp = common("UcpApi")
+                .header_contents("ucp.h", "#include <ucp/api/ucp.h>\n")
+                .clang_arg(format!("-I{include}"))
+                .allowlist_function(UCP_FUNCTIONS)
+                .allowlist_type(UCP_TYPES)
+                .allowlist_var("UCP_API_MAJOR|UCP_API_MINOR")
+                .generate_comments(false)
+                .layout_tests(false)
+                .prepend_enum_name(false)
+                .default_enum_style(bindgen::EnumVariation::Consts);
+            write(ucp, "ucp.rs");
+        }
+    }
+
+    fn common(library: &str) -> bindgen::Builder {
+        let mut builder = bindgen::Builder::default()
+            .clang_args(["-x", "c", "-std=c11"])
+            .dynamic_library_name(library)
             // A symbol that is absent is reported by name when the library is loaded, not all at once.
             .dynamic_link_require_all(false)
             .wrap_unsafe_ops(true)
@@ -38,8 +66,12 @@ mod nixl {
         if let Some(include) = compiler_include_dir() {
             builder = builder.clang_args(["-isystem", &include]);
         }
-        let out = PathBuf::from(env::var("OUT_DIR").expect("cargo sets OUT_DIR")).join("nixl_capi.rs");
-        let bindings = builder.generate().expect("bindgen could not read transfer/nixl/nixl_capi.h");
+        builder
+    }
+
+    fn write(builder: bindgen::Builder, file: &str) {
+        let out = PathBuf::from(env::var("OUT_DIR").expect("cargo sets OUT_DIR")).join(file);
+        let bindings = builder.generate().expect("bindgen could not read the headers");
         fs::write(&out, bindings.to_string()).expect("OUT_DIR is writable");
     }
 

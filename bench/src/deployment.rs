@@ -140,6 +140,11 @@ impl Deployment {
         self.front.log()
     }
 
+    /// The prefill worker's log; `None` for one process.
+    pub fn prefill_log(&self) -> Option<String> {
+        self.prefill.as_ref().map(Process::log)
+    }
+
     /// The transport that was really opened; `None` for one process.
     pub fn transport(&self) -> Option<String> {
         self.prefill.as_ref().and_then(|_| serve_log::transport(&self.log()))

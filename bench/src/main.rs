@@ -24,6 +24,7 @@ mod serve_log;
 mod sse;
 mod stats;
 mod table;
+mod transfer;
 mod transfers;
 mod ttft;
 mod workload;
@@ -51,6 +52,9 @@ enum Command {
     Replay(replay::Args),
     Profile(profile::Args),
     Frontend(frontend::Args),
+    Transfer(transfer::Args),
+    #[command(hide = true)]
+    TransferEndpoint(transfer::EndpointArgs),
     Demo(demo::Args),
 }
 
@@ -80,6 +84,8 @@ async fn run(command: Command) -> Result<ExitCode> {
         Command::Routing(args) => Box::pin(routing::run(args)).await?,
         Command::Replay(args) => Box::pin(replay::run(args)).await?,
         Command::Profile(args) => Box::pin(profile::run(args)).await?,
+        Command::Transfer(args) => Box::pin(transfer::run(args)).await?,
+        Command::TransferEndpoint(args) => transfer::run_endpoint(&args)?,
         Command::Demo(args) => Box::pin(demo::run(args)).await?,
     }
     Ok(ExitCode::SUCCESS)

@@ -57,7 +57,7 @@ fn handoff(line: &str) -> Option<Handoff> {
 }
 
 /// The value of `key=value` in a log line, without its quotes. Values here are numbers and ids without blanks.
-fn field(line: &str, key: &str) -> Option<String> {
+pub fn field(line: &str, key: &str) -> Option<String> {
     let word = line.split_whitespace().find_map(|word| word.strip_prefix(key)?.strip_prefix('='))?;
     Some(word.trim_matches('"').to_owned())
 }

@@ -9,6 +9,9 @@ use prometheus::{
     Registry,
 };
 
+use transfer::Summary;
+use transfer::summary::Transfer;
+
 use crate::api::{FinishReason, KvFault, RequestError, Timeline, Usage};
 use crate::core::{Core, Counters};
 use crate::handoff::{PrefillTiming, Totals};
@@ -30,6 +33,10 @@ const LATENCY: &[f64] = &[
 /// Transfers, in seconds.
 const TRANSFER: &[f64] =
     &[0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0];
+/// vLLM's buckets for the time of a transfer, in seconds.
+const XFER_TIME: &[f64] = &[0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0];
+/// vLLM's buckets for posting one, in seconds.
+const POST_TIME: &[f64] = &[0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0];
 const DESCRIPTORS: &[f64] =
     &[10.0, 20.0, 30.0, 50.0, 75.0, 100.0, 200.0, 400.0, 1000.0, 2000.0, 4000.0, 10000.0, 20000.0, 50000.0];
 /// Token counts: 1, 2, 5, 10 ... as vLLM builds them.
@@ -68,6 +75,9 @@ pub struct Metrics {
     transfer_seconds: HistogramVec,
     transfer_bytes: Histogram,
     transfer_descriptors: Histogram,
+    xfer_time: Histogram,
+    post_time: Histogram,
+    summary: Mutex<Summary>,
     seen: Mutex<Counters>,
 }
 
@@ -93,7 +103,11 @@ const MIRRORED: &[(&str, &str)] = &[
         "vllm:nixl_num_notifications_after_expiry_total",
         "Claims and last messages about what had expired or was over.",
     ),
-    ("vllm:nixl_num_failed_transfers_total", "KV transfers that failed."),
+    ("vllm:nixl_num_failed_transfers_total", "KV transfers and handshakes of transports that failed."),
+    (
+        "vllm:nixl_num_failed_notifications_total",
+        "Transfers that failed after their bytes had moved: the notification could not be sent.",
+    ),
 ];
 
 impl Metrics {
@@ -235,6 +249,19 @@ impl Metrics {
                 "Descriptors of a handoff.",
                 DESCRIPTORS,
             ),
+            xfer_time: histogram(
+                r,
+                "vllm:nixl_xfer_time_seconds",
+                "Transfer time of a handoff: the sum over its transfers, which overlap with computing.",
+                XFER_TIME,
+            ),
+            post_time: histogram(
+                r,
+                "vllm:nixl_post_time_seconds",
+                "Time of a handoff's calls that hand transfers to the transport.",
+                POST_TIME,
+            ),
+            summary: Mutex::default(),
             seen: Mutex::new(Counters::default()),
             registry,
         }
@@ -295,6 +322,15 @@ impl Metrics {
 
     /// A ticket ended well, on either side.
     pub fn transferred(&self, totals: &Totals, timing: &PrefillTiming) {
+        // Everything was in the decode worker's cache: that was no transfer.
+        if totals.bytes == 0 {
+            return;
+        }
+        let (xfer, post) = (Duration::from_micros(timing.wire_us), Duration::from_micros(timing.post_us));
+        self.xfer_time.observe(xfer.as_secs_f64());
+        self.post_time.observe(post.as_secs_f64());
+        let (bytes, descriptors) = (totals.bytes, u64::from(totals.descriptors));
+        self.summary().add(Transfer { bytes, descriptors, xfer, post });
         self.transfer_bytes.observe(totals.bytes as f64);
         self.transfer_descriptors.observe(f64::from(totals.descriptors));
         for (stage, micros) in [
@@ -310,7 +346,17 @@ impl Metrics {
 
     /// One posted write failed.
     pub fn transfer_failed(&self) {
+        self.summary().add_failed(1);
         self.counters["vllm:nixl_num_failed_transfers_total"].inc();
+    }
+
+    /// What was transferred since the last call, for the log.
+    pub fn take_transfer_summary(&self) -> Option<Summary> {
+        self.summary().take()
+    }
+
+    fn summary(&self) -> std::sync::MutexGuard<'_, Summary> {
+        self.summary.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
     /// A ticket of ours brought no KV.
@@ -346,6 +392,8 @@ impl Metrics {
             std::mem::replace(&mut *self.seen.lock().unwrap_or_else(|poisoned| poisoned.into_inner()), now);
         let prompt =
             |c: &Counters| c.prompt_tokens_computed + c.prompt_tokens_cached + c.prompt_tokens_transferred;
+        self.summary().add_expired(now.kv_expired - seen.kv_expired);
+        self.summary().add_after_expiry(now.notified_after_expiry - seen.notified_after_expiry);
         for (name, now, seen) in [
             ("vllm:prefix_cache_queries_total", now.prefix_queries, seen.prefix_queries),
             ("vllm:prefix_cache_hits_total", now.prefix_hits, seen.prefix_hits),

@@ -235,12 +235,14 @@ impl Service {
         queue: &Receiver<Event>,
     ) -> Result<Vec<Result<Sampled, String>>, String> {
         let mut runner = self.runner.take().expect("put back after each step. This is a bug.");
+        let begun = Instant::now();
         let outcome = runner.run(plan, &mut |layers| {
             self.take_events_in_step(queue);
             self.core.layers_done(plan, layers, self.started.elapsed());
             self.carry_out();
         });
         self.runner = Some(runner);
+        tracing::debug!(target: "kv_trace", tokens = plan.tokens.len(), us = begun.elapsed().as_micros() as u64, "step");
         outcome
     }
 

@@ -37,6 +37,9 @@ pub struct Args {
     /// NIXL), socket (plain TCP, no library needed), or auto: NIXL where its library is found, else socket.
     #[arg(long, env = "KV_TRANSPORT", value_name = "NAME", default_value = "auto", help_heading = DISAGG)]
     pub kv_transport: String,
+    /// (Decode) refuse a prefill worker when KV does not go over the lane that --kv-transport promises.
+    #[arg(long, help_heading = DISAGG)]
+    pub kv_transport_strict: bool,
     /// Folder with libnixl_capi.so and its plugins.
     #[arg(long, env = "KVFERRY_NIXL_DIR", value_name = "DIR", help_heading = DISAGG)]
     pub nixl_dir: Option<PathBuf>,

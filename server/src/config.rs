@@ -45,6 +45,7 @@ pub struct Config {
     pub max_num_queued_reqs: usize,
     /// A name that the transfer layer knows.
     pub kv_transport: String,
+    pub kv_transport_strict: bool,
     pub nixl_dir: Option<PathBuf>,
     pub kv_failure: KvFailure,
     pub kv_direction: KvDirection,
@@ -157,6 +158,7 @@ impl Config {
             max_num_seqs: args.max_num_seqs,
             max_num_queued_reqs: args.max_num_queued_reqs,
             kv_transport: args.kv_transport,
+            kv_transport_strict: args.kv_transport_strict,
             nixl_dir: args.nixl_dir,
             kv_failure: args.kv_failure,
             kv_direction: args.kv_direction,

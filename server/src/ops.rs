@@ -27,6 +27,9 @@ pub async fn health(State(state): State<Arc<AppState>>) -> Response {
     if let Some(Handoffs::Fetches { peers, .. }) = state.kv.get() {
         body["prefill"] = peers.details().into();
     }
+    if let Some(transfers) = state.transfers.get() {
+        body["kv_transport"] = transfers.details();
+    }
     (status, Json(body)).into_response()
 }
 

@@ -17,6 +17,7 @@ use crate::link::demand::Demand;
 use crate::link::named::Named;
 use crate::link::peers::Peers;
 use crate::link::server::LinkServer;
+use crate::link::transfers::Transfers;
 use crate::readiness::Readiness;
 use crate::shutdown::Drain;
 use crate::text::Text;
@@ -45,6 +46,8 @@ pub struct AppState {
     pub record: OnceLock<WorkerRecord>,
     /// What `kv_transfer_params` can mean here; set once the model of a prefill or decode worker is loaded.
     pub kv: OnceLock<Handoffs>,
+    /// What is known of a prefill or decode worker's KV transport.
+    pub transfers: OnceLock<Arc<Transfers>>,
 }
 
 /// A worker's part in handoffs that an outside proxy arranges.
@@ -105,6 +108,7 @@ impl AppState {
             address: OnceLock::new(),
             record: OnceLock::new(),
             kv: OnceLock::new(),
+            transfers: OnceLock::new(),
         }))
     }
 

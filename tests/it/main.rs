@@ -22,3 +22,4 @@ mod same_text;
 mod shutdown;
 mod start;
 mod status_page;
+mod transports;

@@ -1,6 +1,6 @@
 //! Failures of handoffs that users of other servers reported, each by the id it has in our list. Others of them are in
 //! `fault_table` (pd-10), `misfits` (pd-08, pd-12), `proxy` (pd-11), `start` (pd-11, pd-15), `pressure` (pd-21),
-//! `first_token` (pd-06), `cases` (pd-19) and the transports' own tests (pd-13, pd-14).
+//! `first_token` (pd-06), `cases` (pd-19) `transports` (pd-13), and the transports' own tests (pd-14, pd-20).
 
 use std::time::{Duration, Instant};
 
@@ -25,7 +25,8 @@ async fn pd_02_prompts_of_clients_that_left_are_given_up_between_chunks() {
     let idle = idle.elapsed();
     let leaving: Vec<_> = (0..10)
         .map(|seed| {
-            let (client, ask) = (client.clone(), Ask::completion(prompts::ids(3500, seed)).max_tokens(1).streamed());
+            let (client, ask) =
+                (client.clone(), Ask::completion(prompts::ids(3500, seed)).max_tokens(1).streamed());
             tokio::spawn(async move { client.ask(&ask).await })
         })
         .collect();
@@ -46,7 +47,8 @@ async fn pd_02_prompts_of_clients_that_left_are_given_up_between_chunks() {
 async fn pd_10_twenty_restarts_of_the_prefill_worker_leave_the_decode_worker_whole() {
     let mut cluster = simulated().start().await;
     let client = cluster.client();
-    let ask = |round: usize| Ask::completion(prompts::ids(200, 7)).tokens(8).salted(&format!("round {round}"));
+    let ask =
+        |round: usize| Ask::completion(prompts::ids(200, 7)).tokens(8).salted(&format!("round {round}"));
     let expected = client.answer(&ask(1000)).await;
     let mut files = Vec::new();
     for round in 0..20 {
@@ -85,7 +87,8 @@ async fn pd_11_an_address_that_cannot_be_reached_is_never_advertised() {
             continue;
         }
         let base = if host == "::1" { "[::1]" } else { "127.0.0.1" };
-        let prefill = tests::Worker::start(dir.path(), deployment.launch("prefill", "--role prefill", &[])).await;
+        let prefill =
+            tests::Worker::start(dir.path(), deployment.launch("prefill", "--role prefill", &[])).await;
         let flags = format!("--role decode --prefill http://{base}:{}", prefill.port());
         let decode = tests::Worker::start(dir.path(), deployment.launch("decode", &flags, &[])).await;
         let (prefill, decode) = (prefill.client_at(base), decode.client_at(base));
@@ -109,7 +112,8 @@ async fn pd_15_twenty_requests_of_one_id_are_twenty_requests() {
     let http = reqwest::Client::builder().no_proxy().build().expect("a client");
     let url = format!("{}/v1/completions", cluster.client().url());
     let asks = (0..20).map(|seed| {
-        let body = json!({ "model": "demo", "prompt": prompts::ids(100, seed), "max_tokens": 4, "temperature": 0 });
+        let body =
+            json!({ "model": "demo", "prompt": prompts::ids(100, seed), "max_tokens": 4, "temperature": 0 });
         http.post(&url).header("x-request-id", "the-same").json(&body).send()
     });
     for answer in wait::all(asks).await {
@@ -142,7 +146,8 @@ async fn pd_16_prompts_larger_than_the_decode_workers_pool_together_do_not_deadl
         let long = |count| (0..count).map(|seed| Ask::completion(prompts::ids(700, seed)).max_tokens(16));
         all_right(&cluster, &long(4).collect::<Vec<_>>()).await;
         all_right(&cluster, &long(20).map(|ask| ask.salted("again")).collect::<Vec<_>>()).await;
-        let borders = [127, 128, 129, 256, 257].map(|len| Ask::completion(prompts::ids(len, 50 + len as u64)));
+        let borders =
+            [127, 128, 129, 256, 257].map(|len| Ask::completion(prompts::ids(len, 50 + len as u64)));
         all_right(&cluster, &borders).await;
     }
 }
@@ -151,7 +156,8 @@ async fn pd_16_prompts_larger_than_the_decode_workers_pool_together_do_not_deadl
 #[tokio::test]
 async fn pd_18_the_decode_worker_computes_nothing_that_it_received() {
     for direction in ["push", "pull"] {
-        let cluster = Deployment::split("socket").decode_flags(&format!("--kv-direction {direction}")).start().await;
+        let cluster =
+            Deployment::split("socket").decode_flags(&format!("--kv-direction {direction}")).start().await;
         let both = Deployment::both().start().await;
         for len in [1, 4, 15, 16, 17, 100, 1000] {
             let ask = Ask::completion(prompts::ids(len, len as u64)).tokens(5);
@@ -165,7 +171,11 @@ async fn pd_18_the_decode_worker_computes_nothing_that_it_received() {
                 assert_eq!(had, len as u64, "{len} tokens, time {time}, {direction}");
                 // All but the last block cached: one step at home is less than a handoff.
                 let computed = if time == 0 || len <= 16 { 0 } else { 16 };
-                assert!(grown("local_compute") <= computed, "{len} tokens, time {time}: {}", grown("local_compute"));
+                assert!(
+                    grown("local_compute") <= computed,
+                    "{len} tokens, time {time}: {}",
+                    grown("local_compute")
+                );
             }
         }
         cluster.settled().await;

@@ -51,7 +51,9 @@ async fn forward(
     };
     let gateway = |error: reqwest::Error| (StatusCode::BAD_GATEWAY, error.to_string()).into_response();
     let first = match post(&backends.prefill, &for_prefill(&body)).await {
-        Ok(first) if first.status() == 200 => first.json::<Value>().await.expect("the prefill worker sends JSON"),
+        Ok(first) if first.status() == 200 => {
+            first.json::<Value>().await.expect("the prefill worker sends JSON")
+        }
         Ok(first) => return relay(first),
         Err(error) => return gateway(error),
     };
@@ -178,7 +180,8 @@ async fn the_prefill_worker_makes_one_token_whatever_the_limit_is_called() {
             "model": "demo", "messages": [{ "role": "user", "content": "Count." }], field: 500, "min_tokens": 400,
             "ignore_eos": true, "stop": ["never"], "temperature": 0, "kv_transfer_params": params,
         });
-        let (status, answer) = pair.prefill.client().post("/v1/chat/completions", &body).await.expect("an answer");
+        let (status, answer) =
+            pair.prefill.client().post("/v1/chat/completions", &body).await.expect("an answer");
         assert_eq!((status, answer["usage"]["completion_tokens"].as_u64()), (200, Some(1)), "{answer}");
         assert_eq!(answer["kv_transfer_params"]["do_remote_prefill"], true);
         let generated = pair.prefill.client().metrics().await.value("vllm:generation_tokens_total");
@@ -223,10 +226,17 @@ async fn parameters_that_cannot_be_obeyed_are_loud() {
     let mut decode = with("remote_engine_id", "nope".into());
     decode["remote_port"] = pair.decode.port().into();
     let (status, body) = pair.fetch(&ask, &decode).await;
-    assert!(status == 503 && body["error"]["message"].as_str().is_some_and(|m| m.contains("role is decode")), "{body}");
+    assert!(
+        status == 503 && body["error"]["message"].as_str().is_some_and(|m| m.contains("role is decode")),
+        "{body}"
+    );
     // A role that has no part in it.
     for worker in [&pair.prefill, &pair.decode] {
-        let wrong = if worker.port() == pair.prefill.port() { params.clone() } else { json!({ "do_remote_decode": true }) };
+        let wrong = if worker.port() == pair.prefill.port() {
+            params.clone()
+        } else {
+            json!({ "do_remote_decode": true })
+        };
         let body = ask.clone().with("kv_transfer_params", wrong).json();
         let (status, answer) = worker.client().post(ask.path(), &body).await.expect("an answer");
         assert_eq!(status, 400, "{answer}");
@@ -273,7 +283,10 @@ async fn a_prefill_worker_that_restarted_is_not_taken_for_the_one_that_kept_the_
     pair.prefill.restart().await;
     pair.prefill.health_is("ready").await;
     let (status, body) = pair.fetch(&ask, &params).await;
-    assert!(status == 503 && body["error"]["message"].as_str().is_some_and(|m| m.contains("the engine at")), "{body}");
+    assert!(
+        status == 503 && body["error"]["message"].as_str().is_some_and(|m| m.contains("the engine at")),
+        "{body}"
+    );
     let params = pair.keep(&ask).await;
     let (status, body) = pair.fetch(&ask, &params).await;
     assert_eq!((status, &body["kv_transfer_params"]), (200, &Value::Null), "{body}");

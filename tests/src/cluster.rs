@@ -21,6 +21,7 @@ pub struct Deployment {
     transport: Option<String>,
     cores: Vec<usize>,
     away: Option<PathBuf>,
+    env: Vec<(String, String)>,
 }
 
 impl Deployment {
@@ -29,7 +30,8 @@ impl Deployment {
         let common = ["--model", "demo", "--threads", "1", "--check-invariants", "--port", "0"];
         let both = common.map(str::to_owned).to_vec();
         let (prefill, decode) = (vec![], vec![]);
-        let deployment = Self { both, prefill, decode, transport: None, cores: vec![], away: None };
+        let deployment =
+            Self { both, prefill, decode, transport: None, cores: vec![], away: None, env: vec![] };
         deployment.flags("--dtype f32 --kv-cache-dtype f32 --num-kv-blocks 256")
     }
 
@@ -65,6 +67,12 @@ impl Deployment {
     /// Processes run from a copy of the binary in `home`; see [`Launch::away`].
     pub fn away(mut self, home: &Path) -> Self {
         self.away = Some(home.to_owned());
+        self
+    }
+
+    /// A variable in the environment of every worker.
+    pub fn env(mut self, name: &str, value: &str) -> Self {
+        self.env.push((name.to_owned(), value.to_owned()));
         self
     }
 
@@ -107,7 +115,13 @@ impl Deployment {
             merge(&mut args, &format!("--kv-transport {transport}"));
         }
         merge(&mut args, &more.join(" "));
-        Launch { name: name.to_owned(), args, cores: self.cores.clone(), away: self.away.clone() }
+        Launch {
+            name: name.to_owned(),
+            args,
+            cores: self.cores.clone(),
+            away: self.away.clone(),
+            env: self.env.clone(),
+        }
     }
 }
 

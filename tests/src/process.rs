@@ -30,6 +30,8 @@ pub struct Launch {
     pub cores: Vec<usize>,
     /// Runs a copy of the binary from this folder, with it as home: nothing is found above it, NIXL neither.
     pub away: Option<PathBuf>,
+    /// Further variables of its environment.
+    pub env: Vec<(String, String)>,
 }
 
 /// A running `serve`, killed with its process group when dropped. If a test fails the end of its log is shown.
@@ -210,6 +212,7 @@ fn spawn(dir: &Path, launch: &Launch) -> Child {
     // Tests do not meet each other's workers.
     command.env("KVFERRY_FILE_KV", dir.join("workers"));
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+    command.envs(launch.env.iter().cloned());
     let cores = launch.cores.clone();
     // SAFETY: both calls are async-signal-safe and touch only the stack of the forked child.
     unsafe { command.pre_exec(move || prepare(&cores)) };

@@ -302,7 +302,6 @@ impl Driver {
     }
 }
 
-
 /// The kernel rounds sleeps up by 50 us for most threads, more than a nap is long.
 fn precise_naps() {
     // SAFETY: sets a number of the calling thread; a failure leaves naps longer.

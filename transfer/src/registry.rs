@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use crate::error::TransferError;
 use crate::transport::{Memory, Region, Transport};
 use crate::ucx::UcxLanes;
-use crate::{inproc, nixl, socket};
+use crate::{inproc, nixl, socket, ucx};
 
 /// A way to move KV, before it is opened.
 pub struct Backend {
@@ -31,12 +31,17 @@ const BACKENDS: &[Backend] = &[
     nixl::backend(UcxLanes::Shm, "shm", "NIXL over shared memory, one copy between processes of one machine"),
     nixl::backend(UcxLanes::CudaIpc, "cuda_ipc", "NIXL over CUDA IPC, between GPUs of one machine"),
     nixl::backend(UcxLanes::Rdma, "rdma", "NIXL over InfiniBand or RoCE"),
+    ucx::backend(UcxLanes::Tcp, "ucx:tcp", "UCX without NIXL, over TCP"),
+    ucx::backend(UcxLanes::Shm, "ucx:shm", "UCX without NIXL, over shared memory"),
+    ucx::backend(UcxLanes::CudaIpc, "ucx:cuda_ipc", "UCX without NIXL, over CUDA IPC"),
+    ucx::backend(UcxLanes::Rdma, "ucx:rdma", "UCX without NIXL, over InfiniBand or RoCE"),
     socket::BACKEND,
     inproc::BACKEND,
 ];
 
 /// Chosen by [`open`], not a backend of its own.
 const AUTO: &str = "auto";
+const UCX: &str = "ucx";
 
 /// What [`open`] needs to know.
 #[derive(Clone, Debug)]
@@ -79,6 +84,9 @@ impl Default for TransportConfig {
 pub fn open(config: &TransportConfig, pool: Region) -> Result<Box<dyn Transport>, TransferError> {
     let transport = match config.name.as_str() {
         AUTO => open_auto(config, pool)?,
+        // The lanes that fit where the peers are.
+        UCX if config.same_host => open_backend(find("ucx:shm", config)?, config, pool)?,
+        UCX => open_backend(find("ucx:tcp", config)?, config, pool)?,
         name => open_backend(find(name, config)?, config, pool)?,
     };
     tracing::info!(asked = config.name, transport = transport.name(), "KV transport open");
@@ -87,13 +95,14 @@ pub fn open(config: &TransportConfig, pool: Region) -> Result<Box<dyn Transport>
 
 /// Fails, as [`open`] would, for a name that names nothing.
 pub fn check_name(config: &TransportConfig) -> Result<(), TransferError> {
-    if config.name == AUTO { Ok(()) } else { find(&config.name, config).map(|_| ()) }
+    if [AUTO, UCX].contains(&config.name.as_str()) { Ok(()) } else { find(&config.name, config).map(|_| ()) }
 }
 
 /// Every name that may be asked for, with a line about each.
 pub fn names() -> impl Iterator<Item = (&'static str, &'static str)> {
     let auto = (AUTO, "NIXL where it is installed, with the fastest lane that fits, else socket");
-    [auto].into_iter().chain(BACKENDS.iter().map(|backend| (backend.name, backend.what)))
+    let ucx = (UCX, "UCX without NIXL: ucx:shm among processes of one machine, else ucx:tcp");
+    [auto, ucx].into_iter().chain(BACKENDS.iter().map(|backend| (backend.name, backend.what)))
 }
 
 /// Which transports reach each other: those of one family, by the name of either.
@@ -120,7 +129,7 @@ fn find(name: &str, config: &TransportConfig) -> Result<&'static Backend, Transf
         let all: Vec<String> = usable(config).into_iter().map(one).collect();
         TransferError::UnknownTransport {
             name: name.to_owned(),
-            valid: format!("{AUTO}, {}", all.join(", ")),
+            valid: format!("{AUTO}, {UCX}, {}", all.join(", ")),
         }
     })
 }
@@ -166,11 +175,7 @@ fn open_auto(config: &TransportConfig, pool: Region) -> Result<Box<dyn Transport
 const NO_LIBRARY: &str = "NIXL was not found, run scripts/nixl-setup";
 
 /// Why lanes of UCX cannot be used here, whatever runs on them: `libraries` are the files that would be loaded.
-pub(crate) fn unusable_ucx(
-    lanes: Option<UcxLanes>,
-    _config: &TransportConfig,
-    libraries: &[PathBuf],
-) -> Option<String> {
+pub(crate) fn unusable_ucx(lanes: Option<UcxLanes>, libraries: &[PathBuf]) -> Option<String> {
     let missing = || (!libraries.iter().any(|file| file.is_file())).then(|| NO_LIBRARY.to_owned());
     lanes.and_then(missing_device).or_else(missing)
 }

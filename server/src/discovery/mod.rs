@@ -33,7 +33,10 @@ pub enum Change {
     Joined(WorkerRecord),
     /// Same incarnation, other content: it drains, for example.
     Changed(WorkerRecord),
-    Left { worker: WorkerId, reason: String },
+    Left {
+        worker: WorkerId,
+        reason: String,
+    },
 }
 
 /// Why the discovery backend cannot be used.

@@ -31,6 +31,14 @@ pub(super) enum Failure {
     Misfit(String),
 }
 
+impl Failure {
+    pub(super) fn into_reason(self) -> String {
+        match self {
+            Self::Dead(reason) | Self::Lost(reason) | Self::Misfit(reason) => reason,
+        }
+    }
+}
+
 /// Keeps a link to `url` until the task is aborted.
 pub async fn keep(context: LinkContext, url: PeerUrl, peers: Peers, demand: Demand) {
     let mut retry = RETRY.0;
@@ -55,13 +63,13 @@ pub async fn keep(context: LinkContext, url: PeerUrl, peers: Peers, demand: Dema
                             // Not before: a worker that is ready sends its prompts there.
                             peers.set(&url, Standing::Up { max_prompt: theirs.max_prompt_tokens });
                         };
-                        let reason = run(&context, peer, socket, &theirs, false, on_up).await;
+                        let failure = run(&context, peer, socket, &url, &theirs, false, on_up).await;
                         drop(up);
                         peers.link(&url, None);
                         context.engine.send(Event::PeerDown(peer));
                         // Fences what the old link may still write, before a new one is tried.
                         let _ = context.driver.remove_peer(peer);
-                        Failure::Lost(reason)
+                        failure
                     }
                     Err(error) => Failure::Lost(format!("the KV transport cannot reach it: {error}")),
                 }
@@ -150,16 +158,17 @@ pub(super) async fn run(
     context: &LinkContext,
     peer: PeerId,
     mut socket: Socket,
+    url: &PeerUrl,
     theirs: &Greeting,
     on_demand: bool,
     on_up: impl FnOnce(),
-) -> String {
+) -> Failure {
     let (outbox, mut messages) = unbounded_channel();
     let probed = match on_demand {
         true => None,
-        false => match probe(context, peer, &mut socket).await {
-            Ok(report) => report,
-            Err(error) => return error.to_string(),
+        false => match probe(context, peer, url, &mut socket).await {
+            Ok(probed) => probed,
+            Err(failure) => return failure,
         },
     };
     let role = PeerRole::Prefill(PrefillLink {
@@ -169,25 +178,29 @@ pub(super) async fn run(
         on_demand,
     });
     if !context.engine.send(Event::PeerUp { peer, role, outbox }) {
-        return "the engine has stopped".into();
+        return Failure::Lost("the engine has stopped".into());
     }
     // The engine hears of the peer before anything that names it.
     on_up();
-    carry(context, peer, socket, &mut messages).await
+    Failure::Lost(carry(context, peer, socket, &mut messages).await)
 }
 
 /// Measures the way to the peer; the link is kept alive meanwhile.
 async fn probe(
     context: &LinkContext,
     peer: PeerId,
+    url: &PeerUrl,
     socket: &mut Socket,
-) -> Result<Option<ProbeReport>, WsError> {
+) -> Result<Option<ProbeReport>, Failure> {
     let mut ping = interval(context.silence / PINGS);
-    let mut report = std::pin::pin!(context.probe(peer));
+    let mut report = std::pin::pin!(context.probe(peer, url));
     loop {
         tokio::select! {
-            report = &mut report => return Ok(report),
-            _ = ping.tick() => socket.send(Message::Ping(Default::default())).await?,
+            report = &mut report => return report.map_err(Failure::Misfit),
+            _ = ping.tick() => {
+                let sent = socket.send(Message::Ping(Default::default())).await;
+                sent.map_err(|error| Failure::Lost(error.to_string()))?;
+            }
         }
     }
 }

@@ -136,7 +136,12 @@ impl Demand {
     }
 
     /// One link's life.
-    async fn keep(self, url: PeerUrl, report: watch::Sender<Option<Outcome>>, uses: watch::Receiver<Instant>) {
+    async fn keep(
+        self,
+        url: PeerUrl,
+        report: watch::Sender<Option<Outcome>>,
+        uses: watch::Receiver<Instant>,
+    ) {
         let failed = self.carry(&url, &report, uses).await;
         // First out of the table, so that the next request tries again.
         self.table().on_demand.remove(&url);
@@ -161,16 +166,18 @@ impl Demand {
             })?;
         let peer = self.context.new_peer();
         let added = self.context.add_peer(peer, theirs.hello.metadata.clone()).await;
-        added.map_err(|error| Refusal::Unreachable(format!("{url}: the KV transport cannot reach it: {error}")))?;
+        added.map_err(|error| {
+            Refusal::Unreachable(format!("{url}: the KV transport cannot reach it: {error}"))
+        })?;
         let incarnation = theirs.hello.incarnation;
         tracing::info!(peer = %url, "linked to a worker that keeps KV");
         let mut up = None;
-        let run = client::run(&self.context, peer, socket, &theirs, true, || {
+        let run = client::run(&self.context, peer, socket, url, &theirs, true, || {
             up = Some(self.is_up(incarnation, peer));
             report.send_replace(Some(Ok((peer, incarnation))));
         });
         let reason = tokio::select! {
-            reason = run => reason,
+            failure = run => failure.into_reason(),
             () = idle(uses) => format!("not used for {IDLE:?}"),
         };
         drop(up);

@@ -72,8 +72,13 @@ mod tests {
             deadline_ms: 5,
             checksum: false,
         };
-        let offer =
-            ToDecode::Offer { ticket, first_block: 1, blocks: vec![7], checksums: vec![u64::MAX], last: true };
+        let offer = ToDecode::Offer {
+            ticket,
+            first_block: 1,
+            blocks: vec![7],
+            checksums: vec![u64::MAX],
+            last: true,
+        };
         let timing = PrefillTiming { wire_us: 9, ..Default::default() };
         for message in [
             PeerMessage::ToPrefill(open),

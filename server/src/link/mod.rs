@@ -14,6 +14,7 @@ pub mod frame;
 pub mod named;
 pub mod peers;
 pub mod server;
+pub mod transfers;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -24,7 +25,9 @@ use transfer::probe::ProbeReport;
 use transfer::{Direction, DriverHandle, PeerId, TransferError};
 
 use self::frame::Greeting;
+use self::transfers::Transfers;
 use crate::args::KvDirection;
+use crate::config::PeerUrl;
 
 /// The path of the link on a prefill worker's port.
 pub const PATH: &str = "/kv/v1/link";
@@ -59,6 +62,7 @@ pub struct LinkContext {
     /// A peer that says nothing for this long is lost.
     pub silence: Duration,
     pub direction: KvDirection,
+    pub transfers: Arc<Transfers>,
     next_peer: Arc<AtomicU64>,
 }
 
@@ -69,9 +73,10 @@ impl LinkContext {
         greeting: Greeting,
         silence: Duration,
         direction: KvDirection,
+        transfers: Arc<Transfers>,
     ) -> Self {
         let next_peer = Arc::new(AtomicU64::new(1));
-        Self { engine, driver, greeting: Arc::new(greeting), silence, direction, next_peer }
+        Self { engine, driver, greeting: Arc::new(greeting), silence, direction, transfers, next_peer }
     }
 
     /// Names this process to those that hold a reference to its KV.
@@ -89,21 +94,20 @@ impl LinkContext {
         }
     }
 
-    /// Measures the way to a peer that knows us. `None`, and a warning, if that fails: KV may move all the same.
-    pub(crate) async fn probe(&self, peer: PeerId) -> Option<ProbeReport> {
+    /// Measures the way to the peer at `url`, which knows us. `None`, and a warning, if that fails: KV may move all the same.
+    ///
+    /// Errors: the lane is not what was asked for, and that matters.
+    pub(crate) async fn probe(&self, peer: PeerId, url: &PeerUrl) -> Result<Option<ProbeReport>, String> {
         let driver = self.driver.clone();
         let probing = tokio::task::spawn_blocking(move || driver.probe(peer));
         match probing.await.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic())) {
             Ok(report) => {
-                tracing::info!(?peer, %report, "KV transport probed");
-                for complaint in report.complaints(self.driver.transport().name) {
-                    tracing::warn!(?peer, complaint, "the KV transport does not do what was asked");
-                }
-                Some(report)
+                self.transfers.probed(&url.to_string(), &report)?;
+                Ok(Some(report))
             }
             Err(error) => {
-                tracing::warn!(?peer, %error, "the KV transport could not be probed");
-                None
+                tracing::warn!(peer = %url, %error, "the KV transport could not be probed");
+                Ok(None)
             }
         }
     }
@@ -117,6 +121,8 @@ impl LinkContext {
     pub(crate) async fn add_peer(&self, peer: PeerId, metadata: Vec<u8>) -> Result<(), TransferError> {
         let driver = self.driver.clone();
         let adding = tokio::task::spawn_blocking(move || driver.add_peer(peer, metadata));
-        adding.await.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
+        let added = adding.await.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()));
+        // vLLM counts handshakes with the transfers.
+        added.inspect_err(|_| self.engine.metrics().transfer_failed())
     }
 }

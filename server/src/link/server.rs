@@ -66,7 +66,8 @@ pub fn routes(state: &Arc<AppState>) -> Router {
 
 async fn upgrade(State(state): State<Arc<AppState>>, upgrade: WebSocketUpgrade) -> Response {
     if state.role != Role::Prefill {
-        let message = format!("this worker's role is {}: only prefill workers take links", state.role.as_str());
+        let message =
+            format!("this worker's role is {}: only prefill workers take links", state.role.as_str());
         return ApiError::new(StatusCode::MISDIRECTED_REQUEST, message).into_response();
     }
     let Some(server) = state.link.get().cloned() else {
@@ -187,7 +188,9 @@ impl Carrier<'_> {
 
     /// Hands a message to the engine; a shutdown refuses new tickets at once.
     fn received(&mut self, message: PeerMessage) -> Option<PeerMessage> {
-        if let PeerMessage::ToPrefill(ToPrefill::Open { ticket, .. } | ToPrefill::Claim { ticket, .. }) = &message {
+        if let PeerMessage::ToPrefill(ToPrefill::Open { ticket, .. } | ToPrefill::Claim { ticket, .. }) =
+            &message
+        {
             if self.state.readiness.get() == ReadyState::Draining {
                 let reason = "the prefill worker is shutting down".to_owned();
                 return Some(PeerMessage::ToDecode(ToDecode::Failed {

@@ -78,13 +78,7 @@ pub struct Choice {
 
 impl Choice {
     /// Answer number `index`; `share` names its prompt.
-    pub fn new(
-        index: usize,
-        share: Share,
-        ends: Ends,
-        outputs: OutputStream,
-        text: AnswerText,
-    ) -> Self {
+    pub fn new(index: usize, share: Share, ends: Ends, outputs: OutputStream, text: AnswerText) -> Self {
         Self { index, share, ends, outputs, text, logprobs: Vec::new() }
     }
 

@@ -45,9 +45,7 @@ pub async fn respond(state: &Arc<AppState>, serving: &Serving, job: Job) -> Resu
     let choices = submit(state, serving, &job, &source, &extras)?;
     let envelope = Envelope::new(job.api, &job.request_id.0, unix_time(), &state.model_name);
     match job.options.stream {
-        Some(stream) => {
-            sse::respond(envelope, stream, extras, choices, state.drain.clone()).await
-        }
+        Some(stream) => sse::respond(envelope, stream, extras, choices, state.drain.clone()).await,
         None => Ok(collect(envelope, &job.options, extras, choices).await?.into_response()),
     }
 }

@@ -55,7 +55,9 @@ impl KvTransfer {
         let role = state.role.as_str();
         let misplaced = |field: &str, wanted: &str| {
             let name = format!("kv_transfer_params.{field}");
-            let message = format!("{name} is true, but this worker's role is {role}: send it to a worker with {wanted}");
+            let message = format!(
+                "{name} is true, but this worker's role is {role}: send it to a worker with {wanted}"
+            );
             ApiError::bad_field(name, message)
         };
         match (&parsed, state.kv.get()) {
@@ -75,7 +77,9 @@ impl KvTransfer {
         let fetch = params.bool("do_remote_prefill")?.unwrap_or(false);
         match (keep, fetch) {
             (false, false) => Ok(Self::None),
-            (true, true) => Err(params.unexpected("do_remote_prefill", "false when do_remote_decode is true")),
+            (true, true) => {
+                Err(params.unexpected("do_remote_prefill", "false when do_remote_decode is true"))
+            }
             (true, false) => Ok(Self::Keep),
             (false, true) => {
                 for (size, one) in [("tp_size", 1), ("pp_size", 1), ("dcp_size", 1)] {
@@ -89,10 +93,12 @@ impl KvTransfer {
                     None => Err(params.unexpected(name, "a string, with do_remote_prefill")),
                 };
                 let port = params.integer_within("remote_port", 1, u16::MAX.into())?;
-                let port =
-                    port.ok_or_else(|| params.unexpected("remote_port", "a port number, with do_remote_prefill"))?;
+                let port = port.ok_or_else(|| {
+                    params.unexpected("remote_port", "a port number, with do_remote_prefill")
+                })?;
                 let host = text("remote_host")?.trim_matches(['[', ']']).to_owned();
-                let cached = params.integer_within("remote_prefill_cached_tokens", 0, i128::from(u32::MAX))?;
+                let cached =
+                    params.integer_within("remote_prefill_cached_tokens", 0, i128::from(u32::MAX))?;
                 Ok(Self::Fetch(Remote {
                     engine_id: text("remote_engine_id")?,
                     request_id: text("remote_request_id")?,
@@ -194,7 +200,9 @@ mod tests {
     use super::*;
 
     fn read(params: Value) -> Result<KvTransfer, ApiError> {
-        KvTransfer::read(&Fields::new(json!({ "p": params }).as_object().unwrap().clone()).object("p").unwrap().unwrap())
+        KvTransfer::read(
+            &Fields::new(json!({ "p": params }).as_object().unwrap().clone()).object("p").unwrap().unwrap(),
+        )
     }
 
     #[test]

@@ -368,7 +368,17 @@ impl Router {
         }
         drop(state);
         let predicted_tokens = overlap * prompt.block_size;
-        Ok(Booking { router: self.clone(), id, prompt: prompt.clone(), choice, estimate, index, predicted_tokens, used, open: true })
+        Ok(Booking {
+            router: self.clone(),
+            id,
+            prompt: prompt.clone(),
+            choice,
+            estimate,
+            index,
+            predicted_tokens,
+            used,
+            open: true,
+        })
     }
 
     /// Takes what a worker's events say, in order. Workers that are not there (any more) are ignored.
@@ -488,11 +498,17 @@ impl Router {
         match alarm.code {
             SourceCode::Recovered => tracing::info!(worker, url, code, "KV events come again"),
             SourceCode::PublisherDisabled => tracing::error!(
-                worker, url, code, fallback,
+                worker,
+                url,
+                code,
+                fallback,
                 "a worker publishes no KV events: start it with --kv-events, or the router with --no-router-kv-events"
             ),
             SourceCode::NotObserved => tracing::error!(
-                worker, url, code, fallback,
+                worker,
+                url,
+                code,
+                fallback,
                 "no KV events come from a worker that says it publishes them: check that its event port can be reached"
             ),
         }
@@ -583,7 +599,9 @@ impl Router {
         }
         let (theirs, ours) = (record.block_size? as usize, state.block_size?);
         (theirs != ours).then(|| match self.config.block_size {
-            Some(_) => format!("its blocks have {theirs} tokens, this router's {ours} (--kv-cache-block-size)"),
+            Some(_) => {
+                format!("its blocks have {theirs} tokens, this router's {ours} (--kv-cache-block-size)")
+            }
             None => format!("its blocks have {theirs} tokens, those of the other workers {ours}"),
         })
     }

@@ -12,8 +12,8 @@ use engine::metrics::Metrics;
 use engine::service::{self, Parts};
 use tokio::runtime::Handle;
 use tokio::task::JoinHandle;
-use transfer::{Hello, LayoutFingerprint};
 use transfer::wire::PROTOCOL_VERSION;
+use transfer::{Hello, LayoutFingerprint};
 
 use self::compute::Compute;
 use self::presence::{Facts, Presence};
@@ -25,6 +25,7 @@ use crate::link::frame::Greeting;
 use crate::link::named::Named;
 use crate::link::peers::Peers;
 use crate::link::server::LinkServer;
+use crate::link::transfers::{Transfers, log_summaries};
 use crate::link::{LinkContext, client};
 use crate::readiness::State;
 use crate::state::{AppState, Handoffs, Serving};
@@ -78,18 +79,25 @@ pub fn load(config: &Config, state: &Arc<AppState>) -> anyhow::Result<Worker> {
         Some(version) => Hello { fingerprint: LayoutFingerprint { version, ..hello.fingerprint }, ..hello },
         None => hello,
     };
+    let metrics = Arc::new(Metrics::new(&config.served_model_name));
     let linked = match config.role {
         Role::Both | Role::Frontend => None,
-        Role::Prefill | Role::Decode => Some(transport::open(config, &pool, hello, events.clone())?),
+        Role::Prefill | Role::Decode => {
+            let strict = config.kv_transport_strict;
+            let transfers = Arc::new(Transfers::new(&config.kv_transport, strict, &metrics.registry));
+            let (driver, hello) = transport::open(config, &pool, hello, events.clone(), transfers.clone())?;
+            let first = state.transfers.set(transfers.clone()).is_ok();
+            assert!(first, "a process loads one model. This is a bug.");
+            Some((driver, hello, transfers))
+        }
     };
-    let driver = linked.as_ref().map(|(driver, _)| driver.clone());
-    let metrics = Arc::new(Metrics::new(&config.served_model_name));
+    let driver = linked.as_ref().map(|(driver, ..)| driver.clone());
     metrics.cache_config(config.block_size, pool.num_blocks(), pool.layout().dtype.as_str());
     let facts = Facts {
         incarnation,
         num_blocks: pool.num_blocks(),
         max_model_len,
-        kv_transport: linked.as_ref().map(|(_, hello)| hello.transport.clone()),
+        kv_transport: linked.as_ref().map(|(_, hello, _)| hello.transport.clone()),
     };
     let address = *state.address.get().expect("the port is taken before anything is loaded. This is a bug.");
     let (mut presence, kv_events) = Presence::open(config, address, facts)?;
@@ -102,11 +110,15 @@ pub fn load(config: &Config, state: &Arc<AppState>) -> anyhow::Result<Worker> {
     let serving = Serving { engine: engine.handle.clone(), text, defaults: files.generation.sampling };
     let tasks: Tasks = Arc::default();
     let (ended, mine) = (tasks.clone(), tasks.clone());
-    let start = linked.map(|(driver, hello)| {
+    let logged = engine.handle.metrics().clone();
+    let start = linked.map(|(driver, hello, transfers)| {
         let lease_ms = config.kv_lease.as_millis() as u64;
         let greeting = Greeting { hello, max_prompt_tokens, lease_ms, on_demand: false };
         let (silence, direction) = (config.kv_link_timeout, config.kv_direction);
-        let context = LinkContext::new(engine.handle.clone(), driver, greeting, silence, direction);
+        let context =
+            LinkContext::new(engine.handle.clone(), driver, greeting, silence, direction, transfers);
+        let summaries = Handle::current().spawn(log_summaries(logged));
+        tasks.lock().unwrap_or_else(PoisonError::into_inner).push(summaries);
         let (config, state, runtime) = (config.clone(), state.clone(), Handle::current());
         Box::new(move || link(&config, &state, context, &runtime, &tasks)) as Box<dyn FnOnce() + Send>
     });

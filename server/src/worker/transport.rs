@@ -13,6 +13,7 @@ use transfer::faulty::Faulty;
 use transfer::{Hello, Identity, LayoutFingerprint, Scratch, TransportConfig};
 
 use crate::config::Config;
+use crate::link::transfers::Transfers;
 
 /// Changes with the byte order within a block.
 const LAYOUT_VERSION: u32 = 1;
@@ -36,6 +37,7 @@ pub fn open(
     pool: &Arc<KvPool>,
     mut hello: Hello,
     events: Sender<Event>,
+    transfers: Arc<Transfers>,
 ) -> anyhow::Result<(DriverHandle, Hello)> {
     let host = own_host(config);
     let transport = TransportConfig {
@@ -56,8 +58,13 @@ pub fn open(
     let block_bytes = pool.layout().block_bytes() as u64;
     let scratch = (pool.spare_blocks() > 0).then(|| Scratch::after(pool.num_blocks() as u64, block_bytes));
     let identity = Identity { incarnation: hello.incarnation, scratch };
-    let on_event = move |event| drop(events.send(Event::Transfer(event)));
+    let counted = transfers.clone();
+    let on_event = move |event| {
+        counted.observe(&event);
+        drop(events.send(Event::Transfer(event)));
+    };
     let driver = Driver::spawn(transport, identity, Box::new(on_event));
+    transfers.opened(driver.transport().clone());
     hello.metadata = driver.metadata().to_vec();
     Ok((driver, hello))
 }

@@ -68,7 +68,10 @@ pub enum Fault {
     MixUp,
     PortTaken,
     /// The workers differ: in this flag of the decode worker, which the reason has to name so.
-    Misfit { flag: &'static str, named: &'static str },
+    Misfit {
+        flag: &'static str,
+        named: &'static str,
+    },
 }
 
 /// One line of the table.

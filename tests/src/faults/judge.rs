@@ -14,11 +14,7 @@ pub enum Outcome {
 }
 
 /// Errors: what was wrong.
-pub fn judge(
-    result: Result<Answer, Failure>,
-    expected: &Answer,
-    may_break: bool,
-) -> Result<Outcome, String> {
+pub fn judge(result: Result<Answer, Failure>, expected: &Answer, may_break: bool) -> Result<Outcome, String> {
     match result {
         Ok(answer) if answer.content() == expected.content() => Ok(Outcome::Right),
         Ok(answer) => Err(format!("answered {:?}, expected {:?}", answer.content(), expected.content())),

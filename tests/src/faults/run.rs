@@ -71,7 +71,8 @@ impl Setup {
     }
 
     async fn start(&self, cell: &Cell) -> Cluster {
-        let deployment = self.deployment().decode_flags(&format!("--kv-direction {}", cell.direction.as_str()));
+        let deployment =
+            self.deployment().decode_flags(&format!("--kv-direction {}", cell.direction.as_str()));
         let deployment = match cell.fault {
             Fault::NoteLost => deployment.decode_flags("--kv-faults lose-note=7"),
             Fault::MixUp => deployment.flags("--kv-faults mix-up=3"),
@@ -287,7 +288,12 @@ fn may_break(fault: Fault) -> bool {
 }
 
 /// Everything is as before: both workers serve, hold no block, and the next request goes through both.
-async fn recovered(cluster: &mut Cluster, cell: &Cell, run: usize, expected: &Expected) -> Result<(), String> {
+async fn recovered(
+    cluster: &mut Cluster,
+    cell: &Cell,
+    run: usize,
+    expected: &Expected,
+) -> Result<(), String> {
     match cell.fault {
         Fault::Kill(victim, _) => worker(cluster, victim).restart().await,
         Fault::Restart(victim, _) => {

@@ -1,6 +1,6 @@
 //! Safe handles over NIXL's C API: the agent with its registered pool, requests, notifications.
 //!
-//! Everything here is called from one thread at a time (`&mut Agent` for whatever makes progress); the agent
+//! Everything here is called from one thread at a time (`&mut NixlAgent` for whatever makes progress); the agent
 //! has no progress thread, so bytes move only inside these calls.
 
 use std::ffi::{CStr, CString, c_void};
@@ -11,26 +11,17 @@ use super::library::Library;
 use super::status::{check, describe};
 use super::sys::*;
 use crate::error::TransferError;
+use crate::one_sided::{Agent, Progress};
 use crate::transport::{Direction, Memory, Region, Span};
 use crate::ucx::log;
 
 const BACKEND: &CStr = c"UCX";
 
-/// How a posted request stands.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Progress {
-    Running,
-    Done,
-    Failed(nixl_capi_status_t),
-}
-
-impl Progress {
-    fn of(status: nixl_capi_status_t) -> Self {
-        match status {
-            nixl_capi_status_t::NIXL_CAPI_SUCCESS => Self::Done,
-            nixl_capi_status_t::NIXL_CAPI_IN_PROG => Self::Running,
-            failed => Self::Failed(failed),
-        }
+fn progress_of(status: nixl_capi_status_t) -> Progress {
+    match status {
+        nixl_capi_status_t::NIXL_CAPI_SUCCESS => Progress::Done,
+        nixl_capi_status_t::NIXL_CAPI_IN_PROG => Progress::Running,
+        failed => Progress::Failed(format!("NIXL transfer: {}", describe(failed))),
     }
 }
 
@@ -39,8 +30,8 @@ impl Progress {
 pub struct Remote {
     name: CString,
     /// Address of the remote pool's first byte in its own process.
-    pub base: u64,
-    pub memory: Memory,
+    base: u64,
+    memory: Memory,
 }
 
 /// A posted request. Must be given to [`Agent::release`] once it is no longer running; dropping it leaks the
@@ -51,7 +42,7 @@ pub struct Request(nixl_capi_xfer_req_t);
 unsafe impl Send for Request {}
 
 /// An agent with a UCX backend and one registered pool.
-pub struct Agent {
+pub struct NixlAgent {
     library: Library,
     raw: nixl_capi_agent_t,
     backend: nixl_capi_backend_t,
@@ -62,9 +53,9 @@ pub struct Agent {
 
 // SAFETY: NIXL's handles are not tied to the thread that made them (the agent is made with RW locking and UCX's
 // workers allow one thread at a time), and `&mut self` keeps it to one thread at a time.
-unsafe impl Send for Agent {}
+unsafe impl Send for NixlAgent {}
 
-impl Agent {
+impl NixlAgent {
     /// Makes the agent, its UCX backend and registers `pool`. About half a second.
     pub fn new(library: Library, transport: &str, name: &str, pool: Region) -> Result<Self, TransferError> {
         let name =
@@ -147,8 +138,42 @@ impl Agent {
         check("register_mem", unsafe { api.nixl_capi_register_mem(self.raw, self.registered, null_mut()) })
     }
 
+    fn notifications_of(&self, agent: usize, out: &mut Vec<Vec<u8>>) -> Result<(), TransferError> {
+        let (api, map) = (self.api(), self.notifications);
+        let (mut name, mut count) = (null(), 0);
+        // SAFETY: the map is live and holds more than `agent` agents; `name` points into it until it is cleared.
+        unsafe {
+            check("notif_map_get_agent_at", api.nixl_capi_notif_map_get_agent_at(map, agent, &mut name))?;
+            check(
+                "notif_map_get_notifs_size",
+                api.nixl_capi_notif_map_get_notifs_size(map, name, &mut count),
+            )?;
+        }
+        for index in 0..count {
+            let (mut data, mut len): (*const c_void, usize) = (null(), 0);
+            // SAFETY: as above; index is below the count just read.
+            check("notif_map_get_notif", unsafe {
+                api.nixl_capi_notif_map_get_notif(map, name, index, &mut data, &mut len)
+            })?;
+            // An empty std::string still has an address, but nothing promises it here.
+            let payload = if len == 0 {
+                Vec::new()
+            } else {
+                // SAFETY: on success `data` points to `len` bytes inside the map, which is not changed meanwhile.
+                unsafe { std::slice::from_raw_parts(data.cast::<u8>(), len).to_vec() }
+            };
+            out.push(payload);
+        }
+        Ok(())
+    }
+}
+
+impl Agent for NixlAgent {
+    type Remote = Remote;
+    type Request = Request;
+
     /// What a remote agent loads to reach our pool.
-    pub fn local_metadata(&self) -> Result<Vec<u8>, TransferError> {
+    fn metadata(&self) -> Result<Vec<u8>, TransferError> {
         let (mut data, mut len) = (null_mut(), 0);
         // SAFETY: both are out parameters.
         check("get_local_md", unsafe { self.api().nixl_capi_get_local_md(self.raw, &mut data, &mut len) })?;
@@ -162,12 +187,7 @@ impl Agent {
 
     /// Makes a remote agent known; `base` is its pool's address, `memory` where that is. Fails when the metadata is not a NIXL agent's or
     /// that agent is already known.
-    pub fn load_remote(
-        &mut self,
-        metadata: &[u8],
-        base: u64,
-        memory: Memory,
-    ) -> Result<Remote, TransferError> {
+    fn load_remote(&mut self, metadata: &[u8], base: u64, memory: Memory) -> Result<Remote, TransferError> {
         let mut name = null_mut();
         // SAFETY: pointer and length describe `metadata`, which the call copies; `name` is an out parameter.
         check("load_remote_md", unsafe {
@@ -184,14 +204,14 @@ impl Agent {
 
     /// Drops a remote's connection and keys. The caller has no request to it running: UCX forbids destroying a
     /// remote key in use.
-    pub fn forget_remote(&mut self, remote: &Remote) {
+    fn forget_remote(&mut self, remote: Remote) {
         // SAFETY: the name is NUL-terminated; an agent that is not known gives an error status, which is fine:
         // NIXL forgets a remote by itself when it sees it disconnect.
         unsafe { self.api().nixl_capi_invalidate_remote_md(self.raw, remote.name.as_ptr()) };
     }
 
     /// Posts one WRITE or READ of all spans (checked by the caller against both pools) with a notification after it.
-    pub fn post(
+    fn post(
         &mut self,
         direction: Direction,
         remote: &Remote,
@@ -225,17 +245,17 @@ impl Agent {
         })?;
         // SAFETY: the request was just made by this agent and is not running.
         let status = unsafe { api.nixl_capi_post_xfer_req(self.raw, raw, options.raw) };
-        Ok((Request(raw), Progress::of(status)))
+        Ok((Request(raw), progress_of(status)))
     }
 
     /// Makes progress and says how the request stands.
-    pub fn progress(&mut self, request: &Request) -> Progress {
+    fn progress(&mut self, request: &mut Request) -> Progress {
         // SAFETY: a `Request` is live until `release` consumes it.
-        Progress::of(unsafe { self.api().nixl_capi_get_xfer_status(self.raw, request.0) })
+        progress_of(unsafe { self.api().nixl_capi_get_xfer_status(self.raw, request.0) })
     }
 
     /// Gives back a request that is no longer running.
-    pub fn release(&mut self, request: Request) {
+    fn release(&mut self, request: Request) {
         // SAFETY: the request is live and consumed here. When the library refuses to release it, the wrapper is
         // not destroyed either (destroy refuses too): a leak, never a use after free.
         unsafe {
@@ -249,7 +269,7 @@ impl Agent {
     }
 
     /// Makes progress on both sides' transfers and appends the notifications that came.
-    pub fn notifications(&mut self, out: &mut Vec<Vec<u8>>) -> Result<(), TransferError> {
+    fn notifications(&mut self, out: &mut Vec<Vec<u8>>) -> Result<(), TransferError> {
         let (api, map) = (self.api(), self.notifications);
         // SAFETY: agent and map are live; no options.
         check("get_notifs", unsafe { api.nixl_capi_get_notifs(self.raw, map, null_mut()) })?;
@@ -265,39 +285,10 @@ impl Agent {
         // SAFETY: the map is live and nothing borrowed from it is left.
         check("notif_map_clear", unsafe { api.nixl_capi_notif_map_clear(map) })
     }
-
-    fn notifications_of(&self, agent: usize, out: &mut Vec<Vec<u8>>) -> Result<(), TransferError> {
-        let (api, map) = (self.api(), self.notifications);
-        let (mut name, mut count) = (null(), 0);
-        // SAFETY: the map is live and holds more than `agent` agents; `name` points into it until it is cleared.
-        unsafe {
-            check("notif_map_get_agent_at", api.nixl_capi_notif_map_get_agent_at(map, agent, &mut name))?;
-            check(
-                "notif_map_get_notifs_size",
-                api.nixl_capi_notif_map_get_notifs_size(map, name, &mut count),
-            )?;
-        }
-        for index in 0..count {
-            let (mut data, mut len): (*const c_void, usize) = (null(), 0);
-            // SAFETY: as above; index is below the count just read.
-            check("notif_map_get_notif", unsafe {
-                api.nixl_capi_notif_map_get_notif(map, name, index, &mut data, &mut len)
-            })?;
-            // An empty std::string still has an address, but nothing promises it here.
-            let payload = if len == 0 {
-                Vec::new()
-            } else {
-                // SAFETY: on success `data` points to `len` bytes inside the map, which is not changed meanwhile.
-                unsafe { std::slice::from_raw_parts(data.cast::<u8>(), len).to_vec() }
-            };
-            out.push(payload);
-        }
-        Ok(())
-    }
 }
 
-impl Drop for Agent {
-    /// The caller has no request running (see `NixlTransport::drop`).
+impl Drop for NixlAgent {
+    /// The caller has no request running (see `OneSided::drop`).
     fn drop(&mut self) {
         // SAFETY: each handle came from this library, is destroyed once, and the null ones were never made. The
         // pool outlives this call because `self.pool` is dropped after it.

@@ -72,6 +72,8 @@ pub fn settings(lanes: UcxLanes, same_host: bool, lookup: impl Fn(&str) -> Optio
         // The default segments (8 KiB out) cost a system call each: 0.8 GB/s against 5 GB/s with these on loopback.
         ("UCX_TCP_TX_SEG_SIZE", "1m"),
         ("UCX_TCP_RX_SEG_SIZE", "1m"),
+        // Else UCX serves one-sided operations by rendezvous messages, in software. NIXL sets it by itself.
+        ("UCX_RNDV_THRESH", "inf"),
         // UCX names the lanes that it chooses. Where it writes them, and its warnings, is `log`'s affair.
         ("UCX_PROTO_INFO", "y"),
         ("UCX_LOG_LEVEL", "warn"),

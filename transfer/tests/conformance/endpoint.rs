@@ -26,6 +26,9 @@ pub enum Command {
         spans: Vec<(u64, u64, u64)>,
         then_remove: bool,
     },
+    Remove {
+        peer: u64,
+    },
     Fill {
         seed: u64,
     },
@@ -141,6 +144,10 @@ impl Endpoint {
                     self.transport.remove_peer(PeerId(peer));
                 }
                 posted
+            }
+            Command::Remove { peer } => {
+                self.transport.remove_peer(PeerId(peer));
+                Answer::Ok
             }
             Command::Fill { seed } => {
                 pool::fill(&self.pool, seed);

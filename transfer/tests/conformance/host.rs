@@ -26,7 +26,7 @@ const MARK: &str = "endpoint> ";
 /// Whether a backend's tests run. They fail without NIXL rather than pass in silence.
 pub fn can_run(backend: &str) -> bool {
     let nixl = || transfer::nixl::search_path(None).iter().any(|file| file.is_file());
-    if !["tcp", "shm"].contains(&backend) || nixl() {
+    if transfer::registry::lanes(backend).is_none() || nixl() {
         return true;
     }
     let allowed = env::var("KVFERRY_ALLOW_NO_NIXL").is_ok_and(|v| v == "1");
@@ -37,7 +37,7 @@ pub fn can_run(backend: &str) -> bool {
 /// Serves as an endpoint when `Host::start` began this process, and then ends it.
 pub fn run_if_endpoint() {
     let Ok(what) = env::var(ENDPOINT) else { return };
-    let (transport, seed) = what.split_once(':').expect("transport:seed");
+    let (transport, seed) = what.rsplit_once(':').expect("transport:seed");
     let (commands, queue) = channel();
     thread::spawn(move || {
         for line in std::io::stdin().lines() {
@@ -150,6 +150,10 @@ impl Host {
         let spans = spans.iter().map(|s| (s.local, s.remote, s.len)).collect();
         let notification = "aborted".into();
         self.ask(&Command::Post { direction, peer, notification, spans, then_remove: true })
+    }
+
+    pub fn remove(&mut self, peer: u64) {
+        assert_eq!(self.ask(&Command::Remove { peer }), Answer::Ok);
     }
 
     pub fn fill(&mut self, seed: u64) {

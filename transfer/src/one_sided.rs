@@ -1,79 +1,85 @@
-//! The transport over a NIXL agent.
+//! The transport over a library that writes and reads a peer's memory itself: what NIXL and UCX have in common.
+//!
+//! An [`Agent`] knows remotes and posts requests; [`OneSided`] keeps the peers' numbers, sees requests to their end and
+//! keeps the promises of [`Transport`].
 
 use std::collections::{HashMap, VecDeque};
 use std::mem::ManuallyDrop;
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::agent::{Agent, Progress, Remote, Request};
-use super::library::{Library, search_path};
-use super::status::describe;
 use crate::error::TransferError;
 use crate::lane::Lane;
-use crate::registry::{Backend, TransportConfig, unusable_ucx};
 use crate::transport::{
     Direction, Event, Memory, PeerId, Region, Span, Transport, XferId, XferStats, check_spans,
 };
-use crate::ucx::{Setting, UcxLanes, environment, log};
+use crate::ucx::{Setting, log};
 
 /// How long Drop lets running requests end. A live peer needs milliseconds, a dead one is noticed within 0.4 s.
 const DRAIN: Duration = Duration::from_secs(1);
 
-/// What [`NixlTransport::new`] needs to know.
-#[derive(Clone, Debug)]
-pub struct NixlConfig {
-    pub lanes: UcxLanes,
-    /// Every peer is on this host.
-    pub same_host: bool,
-    /// A directory to look for the library in before any other.
-    pub directory: Option<PathBuf>,
-    /// This process's incarnation: makes the agent's name unique.
-    pub incarnation: u64,
+/// How a posted request stands.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Progress {
+    Running,
+    Done,
+    Failed(String),
 }
 
-/// NIXL over UCX with these lanes, as the registry lists it.
-pub const fn backend(lanes: UcxLanes, name: &'static str, what: &'static str) -> Backend {
-    Backend {
-        name,
-        what,
-        family: "nixl",
-        lanes: Some(lanes),
-        device_memory: true,
-        unusable: |lanes, config| unusable_ucx(lanes, config, &search_path(config.nixl_dir.as_deref())),
-        open: |lanes, config, pool| {
-            let lanes = lanes.expect("NIXL backends have lanes. This is a bug.");
-            Ok(Box::new(NixlTransport::new(&NixlConfig::of(lanes, config), pool)?))
-        },
-    }
-}
+/// The library's handles, used by one thread at a time.
+pub trait Agent: Send {
+    type Remote: Send;
+    type Request: Send;
 
-impl NixlConfig {
-    fn of(lanes: UcxLanes, config: &TransportConfig) -> Self {
-        Self {
-            lanes,
-            same_host: config.same_host,
-            directory: config.nixl_dir.clone(),
-            incarnation: config.incarnation,
-        }
-    }
+    /// What a remote agent loads to reach our pool.
+    fn metadata(&self) -> Result<Vec<u8>, TransferError>;
+
+    /// Makes a remote agent known whose pool begins at `base` of its own address space, in `memory`.
+    fn load_remote(
+        &mut self,
+        metadata: &[u8],
+        base: u64,
+        memory: Memory,
+    ) -> Result<Self::Remote, TransferError>;
+
+    /// Ends what runs towards the remote, as far as the library can; each request is still seen to its end.
+    fn cancel(&mut self, _remote: &Self::Remote) {}
+
+    /// Drops a remote. The caller has no request to it running.
+    fn forget_remote(&mut self, remote: Self::Remote);
+
+    /// Posts a transfer of all spans (checked by the caller against both pools) with a notification after it.
+    fn post(
+        &mut self,
+        direction: Direction,
+        remote: &Self::Remote,
+        spans: &[Span],
+        notification: &[u8],
+    ) -> Result<(Self::Request, Progress), TransferError>;
+
+    /// Says how the request stands.
+    fn progress(&mut self, request: &mut Self::Request) -> Progress;
+
+    /// Gives back a request that is no longer running.
+    fn release(&mut self, request: Self::Request);
+
+    /// Makes progress on both sides' transfers and appends the notifications that came.
+    fn notifications(&mut self, out: &mut Vec<Vec<u8>>) -> Result<(), TransferError>;
 }
 
 #[derive(Serialize, Deserialize)]
 struct Metadata {
-    agent: String,
     base: u64,
     len: u64,
     /// The CUDA device that the pool lies on.
-    #[serde(default)]
     cuda: Option<u32>,
     #[serde(with = "serde_bytes")]
-    nixl: Vec<u8>,
+    library: Vec<u8>,
 }
 
-struct Peer {
-    remote: Remote,
+struct Peer<R> {
+    remote: R,
     pool: u64,
     /// Set by `remove_peer` while requests still run, or when the wire failed: no new posts; the remote is
     /// forgotten once nothing runs.
@@ -86,10 +92,10 @@ enum Leaving {
     Lost(TransferError),
 }
 
-struct InFlight {
+struct InFlight<Q> {
     id: XferId,
     peer: Slot,
-    request: Request,
+    request: Q,
     stats: XferStats,
     posted: Instant,
 }
@@ -98,47 +104,42 @@ struct InFlight {
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Slot(u64, PeerId);
 
-/// NIXL over UCX.
-pub struct NixlTransport {
+/// A [`Transport`] over an [`Agent`].
+pub struct OneSided<A: Agent> {
     /// Dropped by hand: an agent with requests that will not end is leaked, with the pool it holds.
-    agent: ManuallyDrop<Agent>,
-    lanes: UcxLanes,
+    agent: ManuallyDrop<A>,
+    name: &'static str,
     settings: Vec<Setting>,
     pool: Region,
     metadata: Vec<u8>,
-    peers: HashMap<Slot, Peer>,
+    peers: HashMap<Slot, Peer<A::Remote>>,
     current: HashMap<PeerId, Slot>,
-    in_flight: Vec<InFlight>,
+    in_flight: Vec<InFlight<A::Request>>,
     ready: VecDeque<Event>,
     received: Vec<Vec<u8>>,
     next: u64,
 }
 
-impl NixlTransport {
-    /// Loads NIXL, makes the agent and registers the pool. Call it early: it sets UCX's environment variables.
-    ///
-    /// Errors: the library is missing or not usable, UCX has none of the lanes here.
-    pub fn new(config: &NixlConfig, pool: Region) -> Result<Self, TransferError> {
-        // SAFETY: documented on this function and on `registry::open`: the process opens its transport at start,
-        // before threads that call into the C library's environment exist.
-        let settings = unsafe { environment::apply(config.lanes, config.same_host) }?;
-        let (library, path) = Library::load(config.lanes.name(), config.directory.as_deref())?;
-        let name = format!("kvferry-{:016x}-{:x}", config.incarnation, rand::random::<u32>());
-        let agent = Agent::new(library, config.lanes.name(), &name, pool.clone())?;
+impl<A: Agent> OneSided<A> {
+    /// `agent` has `pool` registered.
+    pub fn new(
+        agent: A,
+        name: &'static str,
+        settings: Vec<Setting>,
+        pool: Region,
+    ) -> Result<Self, TransferError> {
         let metadata = Metadata {
-            nixl: agent.local_metadata()?,
-            agent: name,
             base: pool.base() as u64,
             len: pool.len() as u64,
             cuda: match pool.memory() {
                 Memory::Host => None,
                 Memory::Cuda(device) => Some(device),
             },
+            library: agent.metadata()?,
         };
-        tracing::info!(library = path, agent = metadata.agent, pool_bytes = metadata.len, "NIXL agent ready");
         Ok(Self {
             agent: ManuallyDrop::new(agent),
-            lanes: config.lanes,
+            name,
             settings,
             pool,
             metadata: rmp_serde::to_vec(&metadata).expect("plain struct serializes"),
@@ -160,7 +161,7 @@ impl NixlTransport {
     fn poll_requests(&mut self) {
         let mut index = 0;
         while index < self.in_flight.len() {
-            match self.agent.progress(&self.in_flight[index].request) {
+            match self.agent.progress(&mut self.in_flight[index].request) {
                 Progress::Running => index += 1,
                 settled => {
                     let flight = self.in_flight.remove(index);
@@ -170,7 +171,7 @@ impl NixlTransport {
         }
     }
 
-    fn settle(&mut self, flight: InFlight, progress: Progress) {
+    fn settle(&mut self, flight: InFlight<A::Request>, progress: Progress) {
         self.agent.release(flight.request);
         let Slot(_, peer_id) = flight.peer;
         let peer = self.peers.get_mut(&flight.peer).expect("a peer outlives its requests. This is a bug.");
@@ -178,7 +179,7 @@ impl NixlTransport {
         let result = match (&peer.leaving, progress) {
             (Some(Leaving::Removed), _) => Err(TransferError::Aborted(peer_id)),
             (_, Progress::Failed(status)) => {
-                let error = TransferError::Wire(format!("NIXL transfer: {}", describe(status)));
+                let error = TransferError::Wire(status);
                 peer.leaving.get_or_insert(Leaving::Lost(error.clone()));
                 Err(error)
             }
@@ -195,7 +196,7 @@ impl NixlTransport {
             return;
         }
         let peer = self.peers.remove(&slot).expect("looked up above");
-        self.agent.forget_remote(&peer.remote);
+        self.agent.forget_remote(peer.remote);
         if self.current.get(&slot.1) == Some(&slot) {
             self.current.remove(&slot.1);
         }
@@ -205,9 +206,9 @@ impl NixlTransport {
     }
 }
 
-impl Transport for NixlTransport {
+impl<A: Agent> Transport for OneSided<A> {
     fn name(&self) -> &'static str {
-        self.lanes.name()
+        self.name
     }
 
     fn metadata(&self) -> Vec<u8> {
@@ -221,23 +222,20 @@ impl Transport for NixlTransport {
             return Err(TransferError::BadMetadata("the pool wraps around the address space".into()));
         }
         self.remove_peer(peer);
-        let remote = self.agent.load_remote(
-            &metadata.nixl,
-            metadata.base,
-            metadata.cuda.map_or(Memory::Host, Memory::Cuda),
-        )?;
+        let memory = metadata.cuda.map_or(Memory::Host, Memory::Cuda);
+        let remote = self.agent.load_remote(&metadata.library, metadata.base, memory)?;
         let slot = Slot(self.number(), peer);
         self.peers.insert(slot, Peer { remote, pool: metadata.len, leaving: None, running: 0 });
         self.current.insert(peer, slot);
         Ok(())
     }
 
-    /// Running requests cannot be called back safely (UCX does not cancel one that has begun): they are reported aborted
-    /// when they have ended.
+    /// What the library cannot call back is reported aborted when it has ended.
     fn remove_peer(&mut self, peer: PeerId) {
         let Some(slot) = self.current.remove(&peer) else { return };
         if let Some(peer) = self.peers.get_mut(&slot) {
             peer.leaving = Some(Leaving::Removed);
+            self.agent.cancel(&peer.remote);
         }
         self.forget_if_drained(slot);
     }
@@ -261,8 +259,7 @@ impl Transport for NixlTransport {
         let target = self.peers.get_mut(&slot).expect("looked up above");
         match outcome {
             Ok((request, progress)) => {
-                let post = posted.elapsed();
-                let descriptors = spans.len() as u32;
+                let (post, descriptors) = (posted.elapsed(), spans.len() as u32);
                 let stats =
                     XferStats { direction, bytes, descriptors, post, wire: post, ..Default::default() };
                 target.running += 1;
@@ -284,8 +281,8 @@ impl Transport for NixlTransport {
     }
 
     fn poll(&mut self, events: &mut Vec<Event>) -> Result<(), TransferError> {
-        self.poll_requests();
         let outcome = self.agent.notifications(&mut self.received);
+        self.poll_requests();
         events.extend(self.ready.drain(..));
         events.extend(self.received.drain(..).map(|payload| Event::Notified { payload }));
         outcome
@@ -300,23 +297,26 @@ impl Transport for NixlTransport {
     }
 }
 
-impl Drop for NixlTransport {
+impl<A: Agent> Drop for OneSided<A> {
     fn drop(&mut self) {
         let deadline = Instant::now() + DRAIN;
         while !self.in_flight.is_empty() && Instant::now() < deadline {
+            // What comes now nobody waits for.
+            let _ = self.agent.notifications(&mut self.received);
             self.poll_requests();
             std::thread::sleep(Duration::from_micros(50));
         }
         if !self.in_flight.is_empty() {
             tracing::warn!(
                 requests = self.in_flight.len(),
-                "NIXL requests still run at shutdown: agent and pool stay"
+                transport = self.name,
+                "transfers still run at shutdown: the library and the pool stay"
             );
             // The agent holds a clone of the pool, so neither goes while the library may use it.
             return;
         }
         for (_, peer) in self.peers.drain() {
-            self.agent.forget_remote(&peer.remote);
+            self.agent.forget_remote(peer.remote);
         }
         // SAFETY: dropped once, here, and not used again.
         unsafe { ManuallyDrop::drop(&mut self.agent) };
