@@ -8,6 +8,7 @@
 mod client;
 mod demo;
 mod deployment;
+mod device;
 mod error;
 mod machine;
 mod prefix_hits;
@@ -15,6 +16,7 @@ mod process;
 mod profile;
 mod prometheus;
 mod prompts;
+mod random_model;
 mod report;
 mod sample;
 mod serve_log;
@@ -44,6 +46,8 @@ enum Command {
     Ttft(ttft::Args),
     PrefixHits(prefix_hits::Args),
     Profile(profile::Args),
+    Device(device::Args),
+    RandomModel(random_model::Args),
     Demo(demo::Args),
 }
 
@@ -70,6 +74,8 @@ async fn run(command: Command) -> Result<ExitCode> {
         Command::Ttft(args) => Box::pin(ttft::run(args)).await?,
         Command::PrefixHits(args) => Box::pin(prefix_hits::run(args)).await?,
         Command::Profile(args) => Box::pin(profile::run(args)).await?,
+        Command::Device(args) => device::run(args)?,
+        Command::RandomModel(args) => random_model::run(&args)?,
         Command::Demo(args) => Box::pin(demo::run(args)).await?,
     }
     Ok(ExitCode::SUCCESS)

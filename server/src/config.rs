@@ -48,6 +48,8 @@ pub struct Config {
     /// Cores for the threads that compute and move KV; `None` leaves them as they are.
     pub cpu_affinity: Option<Vec<usize>>,
     pub device: DeviceKind,
+    /// The library that stands in for a CUDA device.
+    pub cuda_emulator: Option<PathBuf>,
     /// A built-in profile's name or a file, for the simulated device.
     pub sim_profile: String,
     pub sim_speed: f64,
@@ -129,6 +131,7 @@ impl Config {
             threads: args.threads.unwrap_or_else(default_threads),
             cpu_affinity,
             device: args.device,
+            cuda_emulator: args.cuda_emulator,
             sim_profile: args.sim_profile,
             sim_speed: args.sim_speed,
             check_invariants: args.check_invariants,

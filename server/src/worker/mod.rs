@@ -1,6 +1,7 @@
 //! Loading a worker: model files, KV pool, engine, link to other workers.
 
 mod compute;
+mod device;
 mod transport;
 
 use std::sync::{Arc, Mutex, PoisonError};
