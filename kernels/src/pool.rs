@@ -15,6 +15,7 @@ pub struct KvPool {
     memory: Memory,
     layout: KvLayout,
     num_blocks: usize,
+    spare_blocks: usize,
 }
 
 #[derive(Debug)]
@@ -35,7 +36,12 @@ impl KvPool {
     ///
     /// Errors: the mapping is refused (too large for the address space or the overcommit limit).
     pub fn new(layout: KvLayout, num_blocks: usize) -> io::Result<Self> {
-        let len = pool_bytes(&layout, num_blocks)?;
+        Self::with_spare(layout, num_blocks, 0)
+    }
+
+    /// As [`KvPool::new`], with `spare_blocks` more behind them that belong to no request: for self-tests of transports.
+    pub fn with_spare(layout: KvLayout, num_blocks: usize, spare_blocks: usize) -> io::Result<Self> {
+        let len = pool_bytes(&layout, num_blocks.saturating_add(spare_blocks))?;
         let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
         // SAFETY: an anonymous private mapping at an address of the kernel's choice aliases nothing.
         let base = unsafe { libc::mmap(std::ptr::null_mut(), len, prot, flags, -1, 0) };
@@ -45,15 +51,22 @@ impl KvPool {
         // SAFETY: the range was mapped just now. The advice is a hint, its failure changes nothing.
         unsafe { libc::madvise(base, len, libc::MADV_HUGEPAGE) };
         let base = NonNull::new(base.cast()).expect("mmap gave a null address. This is a bug.");
-        Ok(Self { memory: Memory::Host(base), layout, num_blocks })
+        Ok(Self { memory: Memory::Host(base), layout, num_blocks, spare_blocks })
     }
 
-    /// Reserves `num_blocks` blocks on a device, in one allocation that other processes can map. Zeroed.
+    /// Reserves `num_blocks` blocks on a device, in one allocation that other processes can map, and `spare_blocks` behind
+    /// them as [`KvPool::with_spare`] does. Zeroed.
     ///
     /// Errors: [`CudaError::OutOfMemory`], or what the driver says.
-    pub fn new_on(gpu: &Gpu, layout: KvLayout, num_blocks: usize) -> Result<Self, CudaError> {
-        let bytes = pool_bytes(&layout, num_blocks).map_err(|error| CudaError::Kernel(error.to_string()))?;
-        Ok(Self { memory: Memory::Device(gpu.zeroed(bytes)?), layout, num_blocks })
+    pub fn new_on(
+        gpu: &Gpu,
+        layout: KvLayout,
+        num_blocks: usize,
+        spare_blocks: usize,
+    ) -> Result<Self, CudaError> {
+        let bytes = pool_bytes(&layout, num_blocks.saturating_add(spare_blocks));
+        let bytes = bytes.map_err(|error| CudaError::Kernel(error.to_string()))?;
+        Ok(Self { memory: Memory::Device(gpu.zeroed(bytes)?), layout, num_blocks, spare_blocks })
     }
 
     /// What kernels on the device see; `None` in host memory.
@@ -72,6 +85,21 @@ impl KvPool {
         }
     }
 
+    /// Copies `to.len()` bytes from `offset` to host memory, for a pool on a device. Beside what computes there.
+    pub fn read_device(&self, offset: usize, to: &mut [u8]) -> Result<(), CudaError> {
+        self.buffer().read(offset, to)
+    }
+
+    /// Copies `from` to the pool at `offset`, for a pool on a device. Beside what computes there.
+    pub fn write_device(&self, offset: usize, from: &[u8]) -> Result<(), CudaError> {
+        self.buffer().write(offset, from)
+    }
+
+    fn buffer(&self) -> &Buffer {
+        let Memory::Device(buffer) = &self.memory else { panic!("the pool is in host memory. This is a bug.") };
+        buffer
+    }
+
     pub fn layout(&self) -> &KvLayout {
         &self.layout
     }
@@ -80,9 +108,14 @@ impl KvPool {
         self.num_blocks
     }
 
-    /// Bytes of the whole pool.
+    /// Blocks behind the last ordinary one.
+    pub fn spare_blocks(&self) -> usize {
+        self.spare_blocks
+    }
+
+    /// Bytes of the whole pool, spare blocks included.
     pub fn len(&self) -> usize {
-        self.num_blocks * self.layout.block_bytes()
+        (self.num_blocks + self.spare_blocks) * self.layout.block_bytes()
     }
 
     pub fn is_empty(&self) -> bool {

@@ -28,9 +28,10 @@ pub struct Args {
     /// decode, which computes prompts itself when there is none.
     #[arg(long, value_name = "URL", help_heading = DISAGG)]
     pub prefill: Vec<String>,
-    /// How KV moves between workers; `auto` picks NIXL where its library is found, else `socket`.
-    #[arg(long, env = "KV_TRANSPORT", value_enum, default_value_t = KvTransport::Auto, help_heading = DISAGG)]
-    pub kv_transport: KvTransport,
+    /// How KV moves between workers: tcp, shm, cuda_ipc or rdma (NIXL over UCX), the same after `ucx:` (UCX without
+    /// NIXL), socket (plain TCP, no library needed), or auto: NIXL where its library is found, else socket.
+    #[arg(long, env = "KV_TRANSPORT", value_name = "NAME", default_value = "auto", help_heading = DISAGG)]
+    pub kv_transport: String,
     /// Folder with libnixl_capi.so and its plugins.
     #[arg(long, env = "KVFERRY_NIXL_DIR", value_name = "DIR", help_heading = DISAGG)]
     pub nixl_dir: Option<PathBuf>,
@@ -135,22 +136,6 @@ pub enum Role {
     Decode,
 }
 
-/// How KV moves between workers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum KvTransport {
-    /// NIXL with the fastest lane both sides have, else `socket`.
-    Auto,
-    /// NIXL over TCP.
-    Tcp,
-    /// NIXL over CUDA IPC.
-    #[value(name = "cuda_ipc")]
-    CudaIpc,
-    /// NIXL over shared memory.
-    Shm,
-    /// Plain TCP, no library needed.
-    Socket,
-}
-
 /// What to do when KV does not arrive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum KvFailure {
@@ -192,19 +177,6 @@ impl std::str::FromStr for DeviceKind {
             "auto" => Ok(Self::Auto),
             "sim" => Ok(Self::Sim),
             _ => number(text).map(Self::Cuda).ok_or("expected cpu, cuda, cuda:N, auto or sim"),
-        }
-    }
-}
-
-impl KvTransport {
-    /// The name that the transfer layer knows.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            KvTransport::Auto => "auto",
-            KvTransport::Tcp => "tcp",
-            KvTransport::CudaIpc => "cuda_ipc",
-            KvTransport::Shm => "shm",
-            KvTransport::Socket => "socket",
         }
     }
 }

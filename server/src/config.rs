@@ -7,8 +7,9 @@ use std::time::Duration;
 
 use axum::http::Uri;
 use models::{ModelError, SourceOptions};
+use transfer::TransportConfig;
 
-use crate::args::{Args, DType, DeviceKind, KvFailure, KvTransport, Role};
+use crate::args::{Args, DType, DeviceKind, KvFailure, Role};
 use crate::size::ByteSize;
 
 /// Used when neither `--num-kv-blocks` nor `--kv-cache-memory-bytes` is given: 9,362 tokens of Qwen3-0.6B in
@@ -39,7 +40,8 @@ pub struct Config {
     pub max_num_batched_tokens: usize,
     pub max_num_seqs: usize,
     pub max_num_queued_reqs: usize,
-    pub kv_transport: KvTransport,
+    /// A name that the transfer layer knows.
+    pub kv_transport: String,
     pub nixl_dir: Option<PathBuf>,
     pub kv_failure: KvFailure,
     pub request_timeout: Duration,
@@ -80,6 +82,8 @@ pub enum ConfigError {
     BadValue { flag: &'static str, value: String, expected: String },
     #[error("--model is {value:?}: {source}")]
     Model { value: String, source: ModelError },
+    #[error("--kv-transport: {0}")]
+    Transport(transfer::TransferError),
     #[error("--prefill is {value:?}, but --role is {}: only --role decode takes prefill workers", role.as_str())]
     PrefillNeedsDecode { value: String, role: Role },
 }
@@ -102,6 +106,7 @@ impl Config {
         if let Some(dir) = args.nixl_dir.as_ref().filter(|dir| !dir.is_dir()) {
             return Err(bad("nixl-dir", dir.display(), "an existing folder".into()));
         }
+        check_transport(&args)?;
         let cpu_affinity = args.cpu_affinity.map(|cpus| cpus.0);
         let default_threads = || match &cpu_affinity {
             Some(cpus) => cpus.len(),
@@ -141,6 +146,16 @@ impl Config {
 
 fn bad(flag: &'static str, value: impl fmt::Display, expected: String) -> ConfigError {
     ConfigError::BadValue { flag, value: value.to_string(), expected }
+}
+
+/// The error lists the valid names, and why those that cannot be used here are so.
+fn check_transport(args: &Args) -> Result<(), ConfigError> {
+    let asked = TransportConfig {
+        name: args.kv_transport.clone(),
+        nixl_dir: args.nixl_dir.clone(),
+        ..Default::default()
+    };
+    transfer::registry::check_name(&asked).map_err(ConfigError::Transport)
 }
 
 fn served_name(given: Option<String>, model: &str) -> Result<String, ConfigError> {
@@ -255,6 +270,10 @@ mod tests {
             (&["--model", "demo", "--host", "no host"], "--host is \"no host\", expected an IP address"),
             (&["--model", "demo", "--block-size", "2000"], "--block-size is \"2000\", expected at most 1024"),
             (&["--model", "demo", "--nixl-dir", "/no"], "--nixl-dir is \"/no\", expected an existing folder"),
+            (
+                &["--model", "demo", "--kv-transport", "pigeon"],
+                "--kv-transport: KV transport \"pigeon\" is not known; valid: auto, tcp",
+            ),
             (&["--model", "demo", "--served-model-name", ""], "--served-model-name is \"\", expected a name"),
         ];
         for (flags, expected) in cases {

@@ -70,7 +70,7 @@ impl Together {
         let valid = vec![true; config.vocab_size];
         let model = GpuModel::load(&gpu, &config, &weights, ComputeDtype::Stored, limits, &valid).unwrap();
         let blocks = BLOCKS as usize * prompts.len();
-        let pool = Arc::new(KvPool::new_on(&gpu, layout(&config, KvDtype::Bf16), blocks).unwrap());
+        let pool = Arc::new(KvPool::new_on(&gpu, layout(&config, KvDtype::Bf16), blocks, 0).unwrap());
         Self { model, pool, sequences: prompts.to_vec() }
     }
 

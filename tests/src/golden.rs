@@ -70,7 +70,7 @@ impl Bench {
         let valid = vec![true; config.vocab_size];
         let model = GpuModel::load(gpu, &config, &files, ComputeDtype::Stored, limits, &valid)?;
         let blocks = max_len.div_ceil(BLOCK_SIZE) + 1;
-        let pool = KvPool::new_on(gpu, layout(&config, KvDtype::Bf16), blocks)?;
+        let pool = KvPool::new_on(gpu, layout(&config, KvDtype::Bf16), blocks, 0)?;
         Ok(Self::new(Box::new(model), pool, &config))
     }
 

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 
 use transfer::driver::Driver;
-use transfer::{DriverEvent, DriverHandle, PeerId, Region, TransportConfig, coalesce, open};
+use transfer::{DriverEvent, DriverHandle, Identity, PeerId, Region, TransportConfig, coalesce, open};
 
 const BLOCK: u64 = 1_835_008;
 const BLOCKS: u32 = 65;
@@ -63,9 +63,10 @@ fn start(name: &str) -> (DriverHandle, Receiver<DriverEvent>, Vec<u8>) {
     let pool = unsafe { Region::new(base, bytes as usize, words) };
     let config = TransportConfig { name: name.into(), ..Default::default() };
     let transport = open(&config, pool).unwrap_or_else(|e| panic!("{name}: {e}"));
-    let metadata = transport.metadata();
     let (sender, events) = channel();
-    let driver = Driver::spawn(transport, Box::new(move |event| drop(sender.send(event))));
+    let identity = Identity::default();
+    let driver = Driver::spawn(transport, identity, Box::new(move |event| drop(sender.send(event))));
+    let metadata = driver.metadata().to_vec();
     (driver, events, metadata)
 }
 

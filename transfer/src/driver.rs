@@ -3,14 +3,22 @@
 //! It polls hot only while transfers run or traffic is expected, and even then gives the core away between polls:
 //! a peer that shares the core must run for anything to arrive.
 
-use std::collections::HashMap;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TryRecvError, sync_channel};
-use std::sync::{Arc, Mutex};
-use std::thread::{self, JoinHandle};
-use std::time::Duration;
+mod handle;
+mod probing;
 
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TryRecvError, sync_channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+pub use self::handle::DriverHandle;
+use self::probing::{Known, Probe};
 use crate::error::TransferError;
-use crate::transport::{Event, PeerId, Span, Transport, XferId};
+use crate::lane::Lane;
+use crate::probe::{Introduction, Note, ProbeReport, Scratch};
+use crate::transport::{Direction, Event, PeerId, Span, Transport, XferId, XferStats};
+use crate::ucx::Setting;
 
 /// Commands that wait for the thread. It takes them between two polls, so they are few; a caller that gets
 /// ahead waits.
@@ -27,11 +35,19 @@ const YIELDS: u32 = 16;
 /// leave the core to whoever produces the traffic.
 const NAP: Duration = Duration::from_micros(30);
 
+/// How long traffic counts as expected after something came from a peer: it rarely comes alone, and a peer that reads
+/// from here may need our polls.
+const WARM: Duration = Duration::from_millis(2);
+
+/// The same after a peer's ping: its self-test lasts some 100 ms.
+const PROBED: Duration = Duration::from_millis(400);
+
 /// What a driver reports, from its own thread.
 #[derive(Debug)]
 pub enum DriverEvent {
-    /// The write posted with `tag` is over: see [`Event::Settled`]. Also when it could not be posted.
-    Settled { tag: u64, peer: PeerId, result: Result<crate::XferStats, TransferError> },
+    /// The transfer posted with `tag` is over: see [`Event::Settled`]. Also when it could not be posted. The lane is
+    /// what carried it, where that is known.
+    Settled { tag: u64, peer: PeerId, result: Result<XferStats, TransferError>, lane: Option<Arc<Lane>> },
     /// See [`Event::Notified`].
     Notified { payload: Vec<u8> },
     /// See [`Event::PeerLost`]. The peer should be removed, then may be added again.
@@ -41,28 +57,65 @@ pub enum DriverEvent {
 /// Receives a driver's events. Must not block: it runs between two polls.
 pub type OnEvent = Box<dyn FnMut(DriverEvent) + Send>;
 
+/// What peers are told of this process beside the transport's metadata.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Identity {
+    pub incarnation: u64,
+    /// Blocks that self-tests may use; without them there are none.
+    pub scratch: Option<Scratch>,
+}
+
+/// What a driver's transport is.
+#[derive(Clone, Debug)]
+pub struct TransportInfo {
+    pub name: &'static str,
+    pub settings: Vec<Setting>,
+}
+
 enum Command {
     AddPeer { peer: PeerId, metadata: Vec<u8>, reply: SyncSender<Result<(), TransferError>> },
     RemovePeer(PeerId),
-    PostWrite { peer: PeerId, spans: Vec<Span>, notification: Vec<u8>, tag: u64 },
+    Post(Post),
+    Probe { peer: PeerId, reply: SyncSender<Result<ProbeReport, TransferError>> },
     ExpectTraffic(usize),
     Stop,
 }
 
-/// Sends commands to a driver's thread. The thread ends, and with it the transport, at [`DriverHandle::stop`] or
-/// when the last clone is dropped.
-#[derive(Clone)]
-pub struct DriverHandle {
-    commands: SyncSender<Command>,
-    thread: Arc<Mutex<Option<JoinHandle<()>>>>,
+struct Post {
+    direction: Direction,
+    peer: PeerId,
+    spans: Vec<Span>,
+    notification: Vec<u8>,
+    tag: u64,
+    queued: Instant,
+}
+
+/// Whose a transfer under way is.
+enum Owner {
+    Caller {
+        tag: u64,
+        queue: Duration,
+    },
+    /// The self-test with this nonce.
+    Probe(u64),
+    /// The answer to a ping.
+    Pong,
 }
 
 /// Starts drivers.
 pub struct Driver {
     transport: Box<dyn Transport>,
     on_event: OnEvent,
-    tags: HashMap<XferId, u64>,
+    identity: Identity,
+    owners: HashMap<XferId, Owner>,
+    /// What peers said of themselves, by number; the newest of an incarnation is the live one.
+    known: HashMap<PeerId, Known>,
+    probes: Vec<Probe>,
+    next_nonce: u64,
     expected: usize,
+    warm_until: Option<Instant>,
+    /// By direction; asked for again whenever there is a new peer.
+    lanes: [Option<Arc<Lane>>; 2],
     events: Vec<Event>,
     failing: bool,
 }
@@ -71,13 +124,25 @@ impl Driver {
     /// Starts the thread.
     ///
     /// Panics when the system gives no thread.
-    pub fn spawn(transport: Box<dyn Transport>, on_event: OnEvent) -> DriverHandle {
+    pub fn spawn(transport: Box<dyn Transport>, identity: Identity, on_event: OnEvent) -> DriverHandle {
         let (commands, queue) = sync_channel(QUEUE);
+        let info = TransportInfo { name: transport.name(), settings: transport.settings() };
+        let introduction = Introduction {
+            incarnation: identity.incarnation,
+            scratch: identity.scratch,
+            metadata: transport.metadata(),
+        };
         let driver = Self {
             transport,
             on_event,
-            tags: HashMap::new(),
+            identity,
+            owners: HashMap::new(),
+            known: HashMap::new(),
+            probes: Vec::new(),
+            next_nonce: rand::random(),
             expected: 0,
+            warm_until: None,
+            lanes: [None, None],
             events: Vec::new(),
             failing: false,
         };
@@ -85,13 +150,14 @@ impl Driver {
             .name("kv-transfer".into())
             .spawn(move || driver.run(&queue))
             .expect("the system gives a thread at start");
-        DriverHandle { commands, thread: Arc::new(Mutex::new(Some(thread))) }
+        DriverHandle::new(commands, thread, info, &introduction)
     }
 
     fn run(mut self, queue: &Receiver<Command>) {
+        precise_naps();
         let mut fruitless = 0;
         loop {
-            let hot = self.expected > 0 || !self.tags.is_empty();
+            let hot = self.is_hot();
             let command = if hot {
                 queue.try_recv().map_err(|e| matches!(e, TryRecvError::Disconnected))
             } else {
@@ -112,21 +178,52 @@ impl Driver {
         }
     }
 
+    fn is_hot(&mut self) -> bool {
+        if self.warm_until.is_some_and(|until| Instant::now() >= until) {
+            self.warm_until = None;
+        }
+        self.expected > 0 || !self.owners.is_empty() || !self.probes.is_empty() || self.warm_until.is_some()
+    }
+
+    fn stay_warm(&mut self, time: Duration) {
+        let until = Instant::now() + time;
+        self.warm_until = Some(self.warm_until.map_or(until, |known| known.max(until)));
+    }
+
     fn obey(&mut self, command: Command) {
         match command {
             Command::AddPeer { peer, metadata, reply } => {
                 // A caller that no longer waits does not want the answer.
-                let _ = reply.send(self.transport.add_peer(peer, &metadata));
+                let _ = reply.send(self.add_peer(peer, &metadata));
             }
-            Command::RemovePeer(peer) => self.transport.remove_peer(peer),
-            Command::PostWrite { peer, spans, notification, tag } => {
-                match self.transport.post_write(peer, &spans, &notification) {
-                    Ok(xfer) => drop(self.tags.insert(xfer, tag)),
-                    Err(error) => (self.on_event)(DriverEvent::Settled { tag, peer, result: Err(error) }),
-                }
+            Command::RemovePeer(peer) => {
+                self.known.remove(&peer);
+                self.fail_probes(Some(peer), &TransferError::Aborted(peer));
+                self.transport.remove_peer(peer);
             }
+            Command::Post(post) => self.post(&post),
+            Command::Probe { peer, reply } => self.begin_probe(peer, reply),
             Command::ExpectTraffic(tickets) => self.expected = tickets,
             Command::Stop => unreachable!("handled by run. This is a bug."),
+        }
+    }
+
+    fn add_peer(&mut self, peer: PeerId, metadata: &[u8]) -> Result<(), TransferError> {
+        let bad = |e: rmp_serde::decode::Error| TransferError::BadMetadata(e.to_string());
+        let introduction: Introduction = rmp_serde::from_slice(metadata).map_err(bad)?;
+        self.transport.add_peer(peer, &introduction.metadata)?;
+        self.lanes = [None, None];
+        let Introduction { incarnation, scratch, .. } = introduction;
+        self.known.insert(peer, Known { incarnation, scratch });
+        Ok(())
+    }
+
+    fn post(&mut self, post: &Post) {
+        let &Post { direction, peer, ref spans, ref notification, tag, queued } = post;
+        let queue = queued.elapsed();
+        match self.transport.post(direction, peer, spans, notification) {
+            Ok(xfer) => drop(self.owners.insert(xfer, Owner::Caller { tag, queue })),
+            Err(error) => (self.on_event)(DriverEvent::Settled { tag, peer, result: Err(error), lane: None }),
         }
     }
 
@@ -137,19 +234,49 @@ impl Driver {
             tracing::error!(%error, transport = self.transport.name(), "polling the KV transport fails");
         }
         self.failing = outcome.is_err();
-        let happened = !self.events.is_empty();
-        for event in self.events.drain(..) {
-            let event = match event {
-                Event::Settled { xfer, peer, result } => {
-                    let tag = self.tags.remove(&xfer).expect("each transfer settles once. This is a bug.");
-                    DriverEvent::Settled { tag, peer, result }
-                }
-                Event::Notified { payload } => DriverEvent::Notified { payload },
-                Event::PeerLost { peer, error } => DriverEvent::PeerLost { peer, error },
-            };
-            (self.on_event)(event);
+        let mut events = std::mem::take(&mut self.events);
+        let happened = !events.is_empty();
+        for event in events.drain(..) {
+            self.take(event);
         }
+        self.events = events;
+        self.drop_overdue_probes();
         happened
+    }
+
+    fn take(&mut self, event: Event) {
+        match event {
+            Event::Settled { xfer, peer, result } => {
+                match self.owners.remove(&xfer).expect("each transfer settles once. This is a bug.") {
+                    Owner::Caller { tag, queue } => {
+                        let result = result.map(|stats| XferStats { queue, ..stats });
+                        let lane = result.as_ref().ok().and_then(|stats| self.lane(stats.direction));
+                        (self.on_event)(DriverEvent::Settled { tag, peer, result, lane });
+                    }
+                    Owner::Probe(nonce) => self.probe_settled(nonce, result),
+                    Owner::Pong => {}
+                }
+            }
+            Event::Notified { payload } => match Note::decode(&payload) {
+                Some(note) => self.noted(note),
+                None => {
+                    self.stay_warm(WARM);
+                    (self.on_event)(DriverEvent::Notified { payload });
+                }
+            },
+            Event::PeerLost { peer, error } => {
+                self.fail_probes(Some(peer), &error);
+                (self.on_event)(DriverEvent::PeerLost { peer, error });
+            }
+        }
+    }
+
+    fn lane(&mut self, direction: Direction) -> Option<Arc<Lane>> {
+        let known = &mut self.lanes[direction as usize];
+        if known.is_none() {
+            *known = self.transport.lane(direction).map(Arc::new);
+        }
+        known.clone()
     }
 }
 
@@ -161,50 +288,8 @@ fn rest(fruitless: u32) {
     }
 }
 
-impl DriverHandle {
-    /// Makes a peer known. Waits for the thread, and so up to a connection attempt.
-    pub fn add_peer(&self, peer: PeerId, metadata: Vec<u8>) -> Result<(), TransferError> {
-        let (reply, answer) = sync_channel(1);
-        self.send(Command::AddPeer { peer, metadata, reply })?;
-        answer.recv().map_err(|_| TransferError::Stopped)?
-    }
-
-    /// See [`Transport::remove_peer`]. Returns before it happened.
-    pub fn remove_peer(&self, peer: PeerId) -> Result<(), TransferError> {
-        self.send(Command::RemovePeer(peer))
-    }
-
-    /// Starts a write; how it went comes as [`DriverEvent::Settled`] with `tag`, whatever happens, unless this
-    /// fails: then the thread has stopped.
-    pub fn post_write(
-        &self,
-        peer: PeerId,
-        spans: Vec<Span>,
-        notification: Vec<u8>,
-        tag: u64,
-    ) -> Result<(), TransferError> {
-        self.send(Command::PostWrite { peer, spans, notification, tag })
-    }
-
-    /// How many inbound tickets are open: while there are any the thread polls often.
-    pub fn expect_traffic(&self, tickets: usize) -> Result<(), TransferError> {
-        self.send(Command::ExpectTraffic(tickets))
-    }
-
-    /// Stops the thread and drops the transport. Writes under way end without an event. Must not be called from
-    /// the event callback.
-    pub fn stop(&self) {
-        // Fails when the thread has ended already.
-        let _ = self.send(Command::Stop);
-        let thread = self.thread.lock().unwrap_or_else(|e| e.into_inner()).take();
-        if let Some(thread) = thread
-            && let Err(panic) = thread.join()
-        {
-            std::panic::resume_unwind(panic);
-        }
-    }
-
-    fn send(&self, command: Command) -> Result<(), TransferError> {
-        self.commands.send(command).map_err(|_| TransferError::Stopped)
-    }
+/// The kernel rounds sleeps up by 50 us for most threads, more than a nap is long.
+fn precise_naps() {
+    // SAFETY: sets a number of the calling thread; a failure leaves naps longer.
+    unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1_000 as libc::c_ulong) };
 }

@@ -1,8 +1,10 @@
 //! What can go wrong while moving bytes.
 
+use std::time::Duration;
+
 use thiserror::Error;
 
-use crate::transport::PeerId;
+use crate::transport::{Memory, PeerId};
 use crate::wire::Mismatch;
 
 /// Why a transfer, a peer or a whole transport is not usable.
@@ -26,16 +28,23 @@ pub enum TransferError {
     BadMetadata(String),
     #[error(transparent)]
     Mismatch(#[from] Mismatch),
-    #[error("libnixl_capi.so was not found; searched: {}; {how_to_get}", .searched.join(", "))]
-    LibraryMissing { searched: Vec<String>, how_to_get: String },
-    #[error("{library} lacks {symbol}: not a NIXL C library of version 1.5")]
-    MissingSymbol { library: String, symbol: String },
-    #[error("NIXL's {call} failed: {status}")]
+    #[error(
+        "transport {transport} needs {library}, which was not found; {how_to_get}, or use the transport socket; searched: {}",
+        .searched.join(", ")
+    )]
+    LibraryMissing { transport: String, library: String, searched: Vec<String>, how_to_get: String },
+    #[error("{call} failed: {status}")]
     Library { call: &'static str, status: String },
-    #[error("KV_TRANSPORT={name} names no transport; valid: {valid}")]
+    #[error("KV transport {name:?} is not known; valid: {valid}")]
     UnknownTransport { name: String, valid: String },
     #[error("transport {name} cannot be used: {why}")]
     Unavailable { name: String, why: String },
+    #[error("the pool lies on CUDA device {device}, which this transport cannot reach")]
+    DeviceMemory { device: u32 },
+    #[error("a copy to or from {memory:?} memory failed: {reason}")]
+    DeviceCopy { memory: Memory, reason: String },
+    #[error("no answer to the self-test within {0:?}")]
+    NoAnswer(Duration),
     #[error("the transfer thread has stopped")]
     Stopped,
 }
@@ -54,10 +63,12 @@ impl TransferError {
             Self::BadMetadata(_) => "bad_metadata",
             Self::Mismatch(_) => "mismatch",
             Self::LibraryMissing { .. } => "library_missing",
-            Self::MissingSymbol { .. } => "missing_symbol",
             Self::Library { .. } => "library",
             Self::UnknownTransport { .. } => "unknown_transport",
             Self::Unavailable { .. } => "unavailable",
+            Self::DeviceMemory { .. } => "device_memory",
+            Self::DeviceCopy { .. } => "device_copy",
+            Self::NoAnswer(_) => "no_answer",
             Self::Stopped => "stopped",
         }
     }

@@ -1,11 +1,23 @@
-//! Transport between pools of one process, for tests. Bytes move when the writer polls.
+//! Transport between pools of one process, for tests. Bytes move when the poster polls.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Instant;
 
 use crate::error::TransferError;
-use crate::transport::{Event, PeerId, Region, Span, Transport, XferId, XferStats, check_spans};
+use crate::registry::Backend;
+use crate::transport::{Direction, Event, PeerId, Region, Span, Transport, XferId, XferStats, check_spans};
+
+/// For tests.
+pub const BACKEND: Backend = Backend {
+    name: "inproc",
+    what: "between pools of one process, for tests",
+    family: "inproc",
+    lanes: None,
+    device_memory: false,
+    unusable: |_, _| None,
+    open: |_, _, pool| Ok(Box::new(InProcTransport::new(Hub::of_process(), pool))),
+};
 
 /// Where the transports of one process find one another.
 #[derive(Clone, Default)]
@@ -14,7 +26,7 @@ pub struct Hub(Arc<Mutex<HashMap<u64, Endpoint>>>);
 struct Endpoint {
     pool: Region,
     inbox: VecDeque<Vec<u8>>,
-    /// Writers that this endpoint has removed: their bytes no longer land here.
+    /// Peers that this endpoint has removed: they no longer write here or read from here.
     fenced: Vec<u64>,
 }
 
@@ -77,8 +89,16 @@ impl InProcTransport {
         let mut bytes = Vec::new();
         for span in &transfer.spans {
             bytes.resize(span.len as usize, 0);
-            self.pool.read(span.local, &mut bytes)?;
-            target.pool.write(span.remote, &bytes)?;
+            match transfer.stats.direction {
+                Direction::Write => {
+                    self.pool.read(span.local, &mut bytes)?;
+                    target.pool.write(span.remote, &bytes)?;
+                }
+                Direction::Read => {
+                    target.pool.read(span.remote, &mut bytes)?;
+                    self.pool.write(span.local, &bytes)?;
+                }
+            }
         }
         target.inbox.push_back(transfer.notification.clone());
         Ok(XferStats { wire: transfer.posted.elapsed(), ..transfer.stats })
@@ -134,8 +154,9 @@ impl Transport for InProcTransport {
         }
     }
 
-    fn post_write(
+    fn post(
         &mut self,
+        direction: Direction,
         peer: PeerId,
         spans: &[Span],
         notification: &[u8],
@@ -144,7 +165,7 @@ impl Transport for InProcTransport {
         let bytes = check_spans(spans, notification, &self.pool, remote_pool)?;
         self.next += 1;
         let id = XferId(self.next);
-        let stats = XferStats { bytes, descriptors: spans.len() as u32, ..Default::default() };
+        let stats = XferStats { direction, bytes, descriptors: spans.len() as u32, ..Default::default() };
         let (spans, notification) = (spans.to_vec(), notification.to_vec());
         self.pending.push_back(Pending { id, peer, spans, notification, stats, posted: Instant::now() });
         Ok(id)

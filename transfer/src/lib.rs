@@ -1,17 +1,19 @@
 //! Moves KV bytes between worker processes.
 //!
-//! A [`Transport`] writes spans of this process's registered pool into a peer's pool and carries a notification
-//! that arrives after the last byte. Backends: NIXL over UCX (`tcp`, `shm`), plain TCP (`socket`), and `inproc`
-//! for tests; [`registry::open`] picks one by its `KV_TRANSPORT` name. A [`driver::DriverHandle`] owns the chosen
-//! one on its own thread. [`plan`] turns block pairs into few spans, [`wire`] is what two processes compare
-//! before the first byte moves.
+//! A [`Transport`] writes spans of this process's registered pool into a peer's pool, or reads them from it, and
+//! carries a notification that arrives after the last byte. Backends: NIXL over UCX (`tcp`, `shm`, `cuda_ipc`,
+//! `rdma`), UCX without NIXL (`ucx`), plain TCP (`socket`), and `inproc` for tests; [`registry::open`] picks one by its
+//! `KV_TRANSPORT` name. A [`driver::DriverHandle`] owns the chosen one on its own thread. [`plan`] turns block pairs
+//! into few spans, [`wire`] is what two processes compare before the first byte moves, [`probe`] what they measure
+//! then.
 //!
 //! Invariants:
 //! - The pool is one region, registered once. Every span is checked against both pools before a byte moves, and
 //!   again by the receiver where there is code of ours there (`socket`).
 //! - A settled transfer no longer touches local memory: not by reading it late, not after a failure. Where the
 //!   library below cannot cancel, the transfer is reported only once it has really ended.
-//! - A notification attached to a write arrives after all bytes of that write.
+//! - A notification attached to a write arrives after all bytes of that write, one attached to a read after the
+//!   reader has all bytes: then the owner may reuse the source.
 //! - One thread calls a transport; nothing in it blocks, and an idle one does not spin.
 //!
 //! A transfer that was reported *failed* at the sender may still have bytes on the way: the receiver must not
@@ -24,16 +26,22 @@
 pub mod driver;
 pub mod error;
 pub mod inproc;
+pub mod lane;
 pub mod nixl;
 pub mod plan;
+pub mod probe;
 pub mod registry;
 pub mod socket;
 pub mod transport;
+pub mod ucx;
 pub mod wire;
 
-pub use driver::{DriverEvent, DriverHandle};
+pub use driver::{DriverEvent, DriverHandle, Identity};
 pub use error::TransferError;
+pub use lane::Lane;
 pub use plan::coalesce;
+pub use probe::{ProbeReport, Scratch};
 pub use registry::{TransportConfig, open};
-pub use transport::{Event, PeerId, Region, Span, Transport, XferId, XferStats};
+pub use transport::{DeviceMemory, Direction, Event, Memory, PeerId, Region, Span, Transport, XferId, XferStats};
+pub use ucx::{Setting, UcxLanes};
 pub use wire::{Hello, LayoutFingerprint, Mismatch};

@@ -1,22 +1,47 @@
-//! From a `KV_TRANSPORT` name to a transport.
+//! From a `KV_TRANSPORT` name to a transport. A new backend is one file and one line in [`BACKENDS`]; docs/transports.md
+//! says what it must do.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::error::TransferError;
-use crate::inproc::{Hub, InProcTransport};
-use crate::nixl::{HOW_TO_GET, NixlConfig, NixlTransport, UcxLanes, search_path};
-use crate::socket::{SocketConfig, SocketTransport};
-use crate::transport::{Region, Transport};
+use crate::transport::{Memory, Region, Transport};
+use crate::ucx::UcxLanes;
+use crate::{inproc, nixl, socket};
 
-/// Names that a user may ask for. `inproc` opens too, for tests.
-pub const NAMES: [&str; 5] = ["auto", "tcp", "shm", "cuda_ipc", "socket"];
+/// A way to move KV, before it is opened.
+pub struct Backend {
+    /// The name in `KV_TRANSPORT`.
+    pub name: &'static str,
+    /// A line for the help.
+    pub what: &'static str,
+    /// Backends of one family reach one another.
+    pub family: &'static str,
+    /// For those over UCX.
+    pub lanes: Option<UcxLanes>,
+    /// Whether it can move a GPU's memory.
+    pub device_memory: bool,
+    /// Why this machine cannot use it, without loading anything; `None` where it seems usable.
+    pub unusable: fn(Option<UcxLanes>, &TransportConfig) -> Option<String>,
+    pub open: fn(Option<UcxLanes>, &TransportConfig, Region) -> Result<Box<dyn Transport>, TransferError>,
+}
 
-const NO_CUDA: &str = "this build has no CUDA support";
+/// Every backend there is.
+const BACKENDS: &[Backend] = &[
+    nixl::backend(UcxLanes::Tcp, "tcp", "NIXL over TCP"),
+    nixl::backend(UcxLanes::Shm, "shm", "NIXL over shared memory, one copy between processes of one machine"),
+    nixl::backend(UcxLanes::CudaIpc, "cuda_ipc", "NIXL over CUDA IPC, between GPUs of one machine"),
+    nixl::backend(UcxLanes::Rdma, "rdma", "NIXL over InfiniBand or RoCE"),
+    socket::BACKEND,
+    inproc::BACKEND,
+];
+
+/// Chosen by [`open`], not a backend of its own.
+const AUTO: &str = "auto";
 
 /// What [`open`] needs to know.
 #[derive(Clone, Debug)]
 pub struct TransportConfig {
-    /// The name asked for: one of [`NAMES`].
+    /// The name asked for: `auto` or a backend's.
     pub name: String,
     /// Every peer is on this host: lets `auto` choose `shm` and keeps UCX on the loopback device.
     pub same_host: bool,
@@ -24,7 +49,7 @@ pub struct TransportConfig {
     pub bind_host: String,
     /// Host that peers connect to for `socket`, where it is not the one bound.
     pub advertise_host: Option<String>,
-    /// A directory to look for NIXL in before any other (`KVFERRY_NIXL_DIR`).
+    /// A directory to look for NIXL and UCX in before any other (`KVFERRY_NIXL_DIR`).
     pub nixl_dir: Option<PathBuf>,
     /// This process's incarnation.
     pub incarnation: u64,
@@ -34,7 +59,7 @@ impl Default for TransportConfig {
     /// `auto` among processes of this host.
     fn default() -> Self {
         Self {
-            name: "auto".into(),
+            name: AUTO.into(),
             same_host: true,
             bind_host: "127.0.0.1".into(),
             advertise_host: None,
@@ -46,72 +71,130 @@ impl Default for TransportConfig {
 
 /// Opens the transport that `config` names, with `pool` registered.
 ///
-/// Call it early: `tcp`, `shm` and `auto` set UCX's environment variables, which must not happen while another
-/// thread reads the environment through the C library.
+/// Call it early: the transports over UCX set environment variables, which must not happen while another thread reads
+/// the environment through the C library.
 ///
 /// Errors: an unknown name (with the valid ones, and why those unusable here are so), a transport that this
 /// machine or build cannot use. Only `auto` falls back, to `socket`, and warns.
 pub fn open(config: &TransportConfig, pool: Region) -> Result<Box<dyn Transport>, TransferError> {
-    let transport: Box<dyn Transport> = match config.name.as_str() {
-        "tcp" => open_nixl(config, UcxLanes::Tcp, pool)?,
-        "shm" => open_nixl(config, UcxLanes::Shm, pool)?,
-        "socket" => open_socket(config, pool)?,
-        "inproc" => Box::new(InProcTransport::new(Hub::of_process(), pool)),
-        "auto" => open_auto(config, pool)?,
-        "cuda_ipc" => {
-            return Err(TransferError::Unavailable { name: "cuda_ipc".into(), why: NO_CUDA.into() });
-        }
-        _ => return Err(TransferError::UnknownTransport { name: config.name.clone(), valid: valid(config) }),
+    let transport = match config.name.as_str() {
+        AUTO => open_auto(config, pool)?,
+        name => open_backend(find(name, config)?, config, pool)?,
     };
     tracing::info!(asked = config.name, transport = transport.name(), "KV transport open");
     Ok(transport)
 }
 
-fn open_nixl(
-    config: &TransportConfig,
-    lanes: UcxLanes,
-    pool: Region,
-) -> Result<Box<dyn Transport>, TransferError> {
-    let nixl = NixlConfig {
-        lanes,
-        same_host: config.same_host,
-        directory: config.nixl_dir.clone(),
-        incarnation: config.incarnation,
-    };
-    Ok(Box::new(NixlTransport::new(&nixl, pool)?))
+/// Fails, as [`open`] would, for a name that names nothing.
+pub fn check_name(config: &TransportConfig) -> Result<(), TransferError> {
+    if config.name == AUTO { Ok(()) } else { find(&config.name, config).map(|_| ()) }
 }
 
-fn open_socket(config: &TransportConfig, pool: Region) -> Result<Box<dyn Transport>, TransferError> {
-    let socket =
-        SocketConfig { bind_host: config.bind_host.clone(), advertise_host: config.advertise_host.clone() };
-    Ok(Box::new(SocketTransport::new(&socket, pool)?))
+/// Every name that may be asked for, with a line about each.
+pub fn names() -> impl Iterator<Item = (&'static str, &'static str)> {
+    let auto = (AUTO, "NIXL where it is installed, with the fastest lane that fits, else socket");
+    [auto].into_iter().chain(BACKENDS.iter().map(|backend| (backend.name, backend.what)))
 }
 
-/// NIXL where it loads, else `socket`.
-fn open_auto(config: &TransportConfig, pool: Region) -> Result<Box<dyn Transport>, TransferError> {
-    let lanes = if config.same_host { UcxLanes::Shm } else { UcxLanes::Tcp };
-    open_nixl(config, lanes, pool.clone()).or_else(|error| {
-        tracing::warn!(reason = %error, label = error.label(), "NIXL is not usable: KV moves over plain sockets");
-        open_socket(config, pool)
+/// Which transports reach each other: those of one family, by the name of either.
+pub fn family(name: &str) -> Option<&'static str> {
+    BACKENDS.iter().find(|backend| backend.name == name).map(|backend| backend.family)
+}
+
+/// The lanes that a transport of this name was asked to use.
+pub fn lanes(name: &str) -> Option<UcxLanes> {
+    BACKENDS.iter().find(|backend| backend.name == name).and_then(|backend| backend.lanes)
+}
+
+/// Every backend with the reason why it cannot be used here, where it cannot.
+pub fn usable(config: &TransportConfig) -> Vec<(&'static str, Option<String>)> {
+    BACKENDS.iter().map(|backend| (backend.name, (backend.unusable)(backend.lanes, config))).collect()
+}
+
+fn find(name: &str, config: &TransportConfig) -> Result<&'static Backend, TransferError> {
+    BACKENDS.iter().find(|backend| backend.name == name).ok_or_else(|| {
+        let one = |(name, why): (&str, Option<String>)| match why {
+            Some(why) => format!("{name} (not usable here: {why})"),
+            None => name.to_owned(),
+        };
+        let all: Vec<String> = usable(config).into_iter().map(one).collect();
+        TransferError::UnknownTransport {
+            name: name.to_owned(),
+            valid: format!("{AUTO}, {}", all.join(", ")),
+        }
     })
 }
 
-/// The names, with the reason beside each that cannot be used here.
-fn valid(config: &TransportConfig) -> String {
-    NAMES
-        .map(|name| unusable(name, config).map_or(name.to_owned(), |why| format!("{name} ({why})")))
-        .join(", ")
+fn open_backend(
+    backend: &Backend,
+    config: &TransportConfig,
+    pool: Region,
+) -> Result<Box<dyn Transport>, TransferError> {
+    if let (Memory::Cuda(device), false) = (pool.memory(), backend.device_memory || pool.can_copy()) {
+        return Err(TransferError::DeviceMemory { device });
+    }
+    if let Some(why) = (backend.unusable)(backend.lanes, config)
+        // A library that is missing is an error of its own, with every place that was searched.
+        && why != NO_LIBRARY
+    {
+        return Err(TransferError::Unavailable { name: backend.name.to_owned(), why });
+    }
+    (backend.open)(backend.lanes, config, pool)
 }
 
-/// Why a known transport cannot be used here, without loading anything.
-fn unusable(name: &str, config: &TransportConfig) -> Option<String> {
-    match name {
-        "tcp" | "shm" if !search_path(config.nixl_dir.as_deref()).iter().any(|file| file.is_file()) => {
-            Some(format!("not usable here: NIXL was not found, {HOW_TO_GET}"))
+/// NIXL where it loads, over what fits where the pool and the peers are, else `socket`.
+fn open_auto(config: &TransportConfig, pool: Region) -> Result<Box<dyn Transport>, TransferError> {
+    let on_gpu = pool.memory() != Memory::Host;
+    let order: &[&str] = match (on_gpu, config.same_host) {
+        (true, true) => &["cuda_ipc", "rdma", "tcp"],
+        (false, true) => &["shm", "tcp"],
+        (_, false) => &["rdma", "tcp"],
+    };
+    let mut reasons = Vec::new();
+    for name in order {
+        let opened = find(name, config).and_then(|backend| open_backend(backend, config, pool.clone()));
+        match opened {
+            Ok(transport) => return Ok(transport),
+            Err(error) => reasons.push(error.to_string()),
         }
-        "cuda_ipc" => Some(format!("not usable here: {NO_CUDA}")),
-        _ => None,
     }
+    let reason = reasons.pop().unwrap_or_default();
+    tracing::warn!(reason, "NIXL is not usable: KV moves over plain sockets");
+    find("socket", config).and_then(|backend| open_backend(backend, config, pool))
+}
+
+const NO_LIBRARY: &str = "NIXL was not found, run scripts/nixl-setup";
+
+/// Why lanes of UCX cannot be used here, whatever runs on them: `libraries` are the files that would be loaded.
+pub(crate) fn unusable_ucx(
+    lanes: Option<UcxLanes>,
+    _config: &TransportConfig,
+    libraries: &[PathBuf],
+) -> Option<String> {
+    let missing = || (!libraries.iter().any(|file| file.is_file())).then(|| NO_LIBRARY.to_owned());
+    lanes.and_then(missing_device).or_else(missing)
+}
+
+/// What the machine lacks for these lanes.
+fn missing_device(lanes: UcxLanes) -> Option<String> {
+    match lanes {
+        UcxLanes::Tcp => None,
+        UcxLanes::Shm => ptrace_scope().filter(|&scope| scope >= 2).map(|scope| {
+            format!("kernel.yama.ptrace_scope is {scope}, copies between processes need 0 or 1")
+        }),
+        UcxLanes::CudaIpc if !Path::new("/dev/nvidiactl").exists() => {
+            Some("no NVIDIA driver: /dev/nvidiactl does not exist".into())
+        }
+        UcxLanes::CudaIpc => None,
+        UcxLanes::Rdma => {
+            let devices = std::fs::read_dir("/sys/class/infiniband").map_or(0, Iterator::count);
+            (devices == 0).then(|| "no InfiniBand or RoCE device in /sys/class/infiniband".into())
+        }
+    }
+}
+
+fn ptrace_scope() -> Option<u32> {
+    std::fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").ok()?.trim().parse().ok()
 }
 
 #[cfg(test)]
@@ -132,17 +215,34 @@ mod tests {
 
     #[test]
     fn an_unknown_name_lists_the_valid_ones_and_why_some_cannot_be_used() {
-        let message = error("rdma").to_string();
-        for part in
-            ["KV_TRANSPORT=rdma", "auto", "tcp", "shm", "socket", "cuda_ipc (not usable here: this build"]
-        {
-            assert!(message.contains(part), "{part:?} is missing in {message:?}");
+        let message = error("smoke").to_string();
+        for (name, _) in names() {
+            assert!(message.contains(name), "{name:?} is missing in {message:?}");
+        }
+        assert!(message.contains("\"smoke\""), "{message}");
+        for (name, why) in usable(&TransportConfig::default()) {
+            if let Some(why) = why {
+                assert!(message.contains(&format!("{name} (not usable here: {why})")), "{message}");
+            }
         }
     }
 
     #[test]
-    fn cuda_ipc_is_known_and_cannot_be_used() {
-        assert_eq!(error("cuda_ipc").label(), "unavailable");
+    fn what_the_machine_lacks_is_said() {
+        for (name, device) in [("cuda_ipc", "/dev/nvidiactl"), ("rdma", "/sys/class/infiniband")] {
+            let lacking = std::fs::read_dir(device).map_or(true, |mut entries| entries.next().is_none());
+            if lacking && !std::path::Path::new("/dev/nvidiactl").exists() {
+                let message = error(name).to_string();
+                assert!(message.contains(name) && message.contains(device), "{message}");
+            }
+        }
+    }
+
+    #[test]
+    fn memory_of_a_gpu_is_refused_by_what_cannot_reach_it() {
+        let config = TransportConfig { name: "socket".into(), ..Default::default() };
+        let error = open(&config, pool().in_memory(Memory::Cuda(3))).err().unwrap();
+        assert_eq!(error, TransferError::DeviceMemory { device: 3 });
     }
 
     #[test]
@@ -164,7 +264,11 @@ mod tests {
         };
         assert_eq!(open(&config("auto"), pool()).unwrap().name(), "socket");
         for name in ["tcp", "shm"] {
-            assert_eq!(open(&config(name), pool()).err().unwrap().label(), "unavailable");
+            let error = open(&config(name), pool()).err().unwrap();
+            assert_eq!(error.label(), "unavailable");
+            for part in [name, dir.path().to_str().unwrap(), "scripts/nixl-setup"] {
+                assert!(error.to_string().contains(part), "{part:?} is missing in {error}");
+            }
         }
     }
 

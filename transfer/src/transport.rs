@@ -1,7 +1,7 @@
 //! The seam behind which transports are swapped.
 //!
-//! A transport moves bytes from this process's registered pool into a peer's, and tells both sides when
-//! they have arrived. It knows nothing of requests, blocks or layers. All calls come from one thread
+//! A transport moves bytes between this process's registered pool and a peer's, in either direction, and tells both
+//! sides when they have arrived. It knows nothing of requests, blocks or layers. All calls come from one thread
 //! ([`crate::driver`]), none of them blocks for longer than a connection attempt to a new peer.
 
 use std::any::Any;
@@ -11,7 +11,11 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
+
 use crate::error::TransferError;
+use crate::lane::Lane;
+use crate::ucx::Setting;
 
 /// A peer process, numbered by the caller; a peer that restarts gets a new number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -21,7 +25,28 @@ pub struct PeerId(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct XferId(pub u64);
 
-/// One contiguous copy: `len` bytes at offset `local` of our pool to offset `remote` of the peer's pool.
+/// Which way bytes move, seen from the side that posts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Direction {
+    /// From our pool into the peer's (push).
+    #[default]
+    Write,
+    /// From the peer's pool into ours (pull).
+    Read,
+}
+
+impl Direction {
+    /// The metric label.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Write => "write",
+            Self::Read => "read",
+        }
+    }
+}
+
+/// One contiguous copy of `len` bytes between offset `local` of our pool and offset `remote` of the peer's pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
     pub local: u64,
@@ -32,21 +57,25 @@ pub struct Span {
 /// What one settled transfer cost.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct XferStats {
+    pub direction: Direction,
     pub bytes: u64,
     /// Descriptors handed to the transport (one a span).
     pub descriptors: u32,
-    /// From the call of `post_write` to its return.
+    /// Waiting for the thread that owns the transport; filled in by [`crate::driver`].
+    pub queue: Duration,
+    /// From the call of `post` to its return.
     pub post: Duration,
-    /// From the call of `post_write` until the transport saw it settle.
+    /// From the call of `post` until the transport saw it settle.
     pub wire: Duration,
 }
 
 /// What a transport reports from [`Transport::poll`].
 #[derive(Debug)]
 pub enum Event {
-    /// Every byte of the transfer is in the peer's pool, or none may be relied on.
+    /// Every byte of the transfer is in its destination pool, or none may be relied on.
     Settled { xfer: XferId, peer: PeerId, result: Result<XferStats, TransferError> },
-    /// The peer's notification. One attached to a write arrives after all bytes of that write.
+    /// The peer's notification. One attached to a write arrives after all bytes of that write; one attached to a
+    /// read after all bytes have left our pool for the peer's.
     Notified { payload: Vec<u8> },
     /// Nothing more can be sent to the peer; its unsettled transfers were reported failed before this.
     PeerLost { peer: PeerId, error: TransferError },
@@ -54,7 +83,7 @@ pub enum Event {
 
 /// A way to move KV bytes between processes.
 pub trait Transport: Send {
-    /// The name asked for in `KV_TRANSPORT`: `tcp`, `shm`, `socket`, `inproc`.
+    /// The name that `KV_TRANSPORT` has for it: one of [`crate::registry::names`], never `auto`.
     fn name(&self) -> &'static str;
 
     /// What the peer needs to reach our pool: opaque bytes, carried by the control link's handshake.
@@ -66,16 +95,21 @@ pub trait Transport: Send {
 
     /// Forgets the peer. Its unsettled transfers are reported failed by `poll`, each as soon as nothing touches the
     /// pool for it any more: at once where it can be called back (`socket`, `inproc`), when it has ended where it
-    /// cannot (NIXL). Where the receiver runs code of ours, nothing more that the peer wrote lands in our pool
-    /// after this returns. Unknown peers are ignored.
+    /// cannot (NIXL). Where the peer's transfers run through code of ours (`socket`, `inproc`), nothing more that it
+    /// writes lands in our pool and it reads nothing more from it after this returns. Unknown peers are ignored.
     fn remove_peer(&mut self, peer: PeerId);
 
-    /// Starts writing `spans` into the peer's pool; `notification` reaches the peer after the last byte.
+    /// Starts moving `spans`; `notification` reaches the peer after the last byte is where it belongs: in the peer's
+    /// pool for a write, in ours for a read.
+    ///
+    /// A read is served by the peer's side: over lanes that emulate it (NIXL over TCP) it goes on only while the peer
+    /// polls.
     ///
     /// Errors: unknown (or lost) peer, empty `spans`, a span outside either pool, a notification over
     /// [`MAX_NOTIFICATION`]. Failures of the wire come as [`Event::Settled`].
-    fn post_write(
+    fn post(
         &mut self,
+        direction: Direction,
         peer: PeerId,
         spans: &[Span],
         notification: &[u8],
@@ -83,6 +117,16 @@ pub trait Transport: Send {
 
     /// Makes progress on both sides' transfers and appends what happened. Never blocks.
     fn poll(&mut self, events: &mut Vec<Event>) -> Result<(), TransferError>;
+
+    /// What really carries transfers of this direction to the peers; `None` where nothing tells, or none was made yet.
+    fn lane(&mut self, _direction: Direction) -> Option<Lane> {
+        None
+    }
+
+    /// The settings of the library below that this transport was opened with.
+    fn settings(&self) -> Vec<Setting> {
+        Vec::new()
+    }
 }
 
 /// Bytes that a notification may have. The longest of ours is a few hundred.
@@ -110,6 +154,24 @@ pub(crate) fn check_spans(
     Ok(spans.iter().map(|s| s.len).sum())
 }
 
+/// Where the bytes of a pool lie.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Memory {
+    #[default]
+    Host,
+    /// Memory of the CUDA device with this number; addresses are the device's.
+    Cuda(u32),
+}
+
+/// Copies between host memory and a pool that the processor cannot reach, for transports that need the bytes in host memory.
+/// Ranges are inside the pool.
+///
+/// Errors: what the device says.
+pub trait DeviceMemory: Send + Sync {
+    fn read(&self, offset: usize, to: &mut [u8]) -> Result<(), String>;
+    fn write(&self, offset: usize, from: &[u8]) -> Result<(), String>;
+}
+
 /// The KV pool as a transport sees it: a range of bytes that outlives the transport.
 ///
 /// Who may touch which bytes when is settled by tickets (engine): a block named in a ticket is written by the
@@ -118,6 +180,9 @@ pub(crate) fn check_spans(
 pub struct Region {
     base: NonNull<u8>,
     len: usize,
+    memory: Memory,
+    /// How to copy where the processor cannot.
+    copier: Option<Arc<dyn DeviceMemory>>,
     _owner: Arc<dyn Any + Send + Sync>,
 }
 
@@ -132,7 +197,26 @@ impl Region {
     /// `base..base + len` must be readable and writable for as long as `owner` lives, and the caller must see to it
     /// that bytes being transferred are not accessed elsewhere at the same time.
     pub unsafe fn new(base: NonNull<u8>, len: usize, owner: Arc<dyn Any + Send + Sync>) -> Self {
-        Self { base, len, _owner: owner }
+        Self { base, len, memory: Memory::Host, copier: None, _owner: owner }
+    }
+
+    /// The same range of bytes, said to lie in `memory`.
+    pub fn in_memory(self, memory: Memory) -> Self {
+        Self { memory, ..self }
+    }
+
+    /// The same range of bytes, which are a CUDA device's and are copied by `copier`.
+    pub fn on_device(self, device: u32, copier: Arc<dyn DeviceMemory>) -> Self {
+        Self { memory: Memory::Cuda(device), copier: Some(copier), ..self }
+    }
+
+    /// Whether [`Region::read`] and [`Region::write`] work.
+    pub fn can_copy(&self) -> bool {
+        self.memory == Memory::Host || self.copier.is_some()
+    }
+
+    pub fn memory(&self) -> Memory {
+        self.memory
     }
 
     pub fn len(&self) -> usize {
@@ -150,8 +234,12 @@ impl Region {
 
     /// Copies `out.len()` bytes at `offset` out of the pool.
     pub fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), TransferError> {
-        let range = self.checked(offset, out.len() as u64)?;
-        // SAFETY: `checked` proved the range inside the region, which `_owner` keeps alive.
+        if let Some(copier) = &self.copier {
+            let range = self.checked(offset, out.len() as u64)?;
+            return copier.read(range.start, out).map_err(|reason| self.copy_failed(reason));
+        }
+        let range = self.on_host(offset, out.len() as u64)?;
+        // SAFETY: `on_host` proved the range inside the region, in host memory, which `_owner` keeps alive.
         unsafe {
             std::ptr::copy_nonoverlapping(self.base.as_ptr().add(range.start), out.as_mut_ptr(), out.len())
         };
@@ -160,12 +248,28 @@ impl Region {
 
     /// Copies `bytes` into the pool at `offset`.
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), TransferError> {
-        let range = self.checked(offset, bytes.len() as u64)?;
-        // SAFETY: `checked` proved the range inside the region, which `_owner` keeps alive.
+        if let Some(copier) = &self.copier {
+            let range = self.checked(offset, bytes.len() as u64)?;
+            return copier.write(range.start, bytes).map_err(|reason| self.copy_failed(reason));
+        }
+        let range = self.on_host(offset, bytes.len() as u64)?;
+        // SAFETY: `on_host` proved the range inside the region, in host memory, which `_owner` keeps alive.
         unsafe {
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.base.as_ptr().add(range.start), bytes.len())
         };
         Ok(())
+    }
+
+    fn copy_failed(&self, reason: String) -> TransferError {
+        TransferError::DeviceCopy { memory: self.memory, reason }
+    }
+
+    /// As [`Region::checked`]; the processor cannot copy a device's memory.
+    fn on_host(&self, offset: u64, len: u64) -> Result<Range<usize>, TransferError> {
+        match self.memory {
+            Memory::Host => self.checked(offset, len),
+            Memory::Cuda(device) => Err(TransferError::DeviceMemory { device }),
+        }
     }
 
     /// The range as indices, if it lies inside the region.

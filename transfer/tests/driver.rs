@@ -7,7 +7,10 @@ use std::time::{Duration, Instant};
 
 use transfer::driver::Driver;
 use transfer::inproc::{Hub, InProcTransport};
-use transfer::{DriverEvent, DriverHandle, Event, PeerId, Region, Span, TransferError, Transport, XferId};
+use transfer::{
+    Direction, DriverEvent, DriverHandle, Event, Identity, PeerId, Region, Scratch, Span, TransferError,
+    Transport, XferId,
+};
 
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -18,33 +21,49 @@ fn pool(fill: u64) -> Region {
     unsafe { Region::new(base, 4096, words) }
 }
 
+fn spans_of(local: u64, remote: u64) -> Vec<Span> {
+    vec![Span { local, remote, len: 8 }]
+}
+
 fn spawn(transport: impl Transport + 'static) -> (DriverHandle, Receiver<DriverEvent>) {
     let (sender, events) = channel();
-    (Driver::spawn(Box::new(transport), Box::new(move |event| drop(sender.send(event)))), events)
+    let scratch = Some(Scratch { offset: 2048, block_bytes: 512, blocks: 4 });
+    let identity = Identity { incarnation: rand::random(), scratch };
+    (Driver::spawn(Box::new(transport), identity, Box::new(move |event| drop(sender.send(event)))), events)
 }
 
 #[test]
 fn writes_are_reported_with_their_tag_and_reach_the_peer() {
     let hub = Hub::default();
-    let (from, to) = (pool(7), pool(0));
-    let (receiver, target) = (InProcTransport::new(&hub, to.clone()), PeerId(5));
-    let metadata = receiver.metadata();
-    let (writer, written) = spawn(InProcTransport::new(&hub, from));
-    let (receiver, received) = spawn(receiver);
+    let (own, to) = (pool(7), pool(0));
+    let target = PeerId(5);
+    let (writer, written) = spawn(InProcTransport::new(&hub, own.clone()));
+    let (receiver, received) = spawn(InProcTransport::new(&hub, to.clone()));
 
-    writer.add_peer(target, metadata).unwrap();
+    writer.add_peer(target, receiver.metadata().to_vec()).unwrap();
     receiver.expect_traffic(1).unwrap();
-    let spans = vec![Span { local: 0, remote: 8, len: 8 }];
+    let spans = spans_of(0, 8);
     writer.post_write(target, spans.clone(), b"hi".to_vec(), 77).unwrap();
     let event = written.recv_timeout(PATIENCE).unwrap();
     assert!(
-        matches!(event, DriverEvent::Settled { tag: 77, peer, result: Ok(s) } if peer == target && s.bytes == 8)
+        matches!(event, DriverEvent::Settled { tag: 77, peer, result: Ok(s), .. } if peer == target && s.bytes == 8)
     );
     let event = received.recv_timeout(PATIENCE).unwrap();
     assert!(matches!(event, DriverEvent::Notified { payload } if payload == b"hi"));
     let mut got = [0; 8];
     to.read(8, &mut got).unwrap();
     assert_eq!(u64::from_le_bytes(got), 7);
+
+    to.write(0, &9u64.to_le_bytes()).unwrap();
+    writer.post_read(target, spans_of(16, 0), b"read".to_vec(), 79).unwrap();
+    let event = written.recv_timeout(PATIENCE).unwrap();
+    assert!(
+        matches!(event, DriverEvent::Settled { tag: 79, result: Ok(s), .. } if s.direction == Direction::Read)
+    );
+    let event = received.recv_timeout(PATIENCE).unwrap();
+    assert!(matches!(event, DriverEvent::Notified { payload } if payload == b"read"));
+    own.read(16, &mut got).unwrap();
+    assert_eq!(u64::from_le_bytes(got), 9);
 
     writer.remove_peer(target).unwrap();
     writer.post_write(target, spans, Vec::new(), 78).unwrap();
@@ -56,16 +75,56 @@ fn writes_are_reported_with_their_tag_and_reach_the_peer() {
 #[test]
 fn a_peer_that_went_away_is_reported_lost() {
     let hub = Hub::default();
-    let (receiver, receiver_pool) = (InProcTransport::new(&hub, pool(0)), PeerId(5));
+    let ((receiver, _), receiver_pool) = (spawn(InProcTransport::new(&hub, pool(0))), PeerId(5));
     let (writer, events) = spawn(InProcTransport::new(&hub, pool(1)));
-    writer.add_peer(receiver_pool, receiver.metadata()).unwrap();
-    drop(receiver);
+    writer.add_peer(receiver_pool, receiver.metadata().to_vec()).unwrap();
+    receiver.stop();
     writer.post_write(receiver_pool, vec![Span { local: 0, remote: 0, len: 1 }], Vec::new(), 1).unwrap();
     assert!(matches!(
         events.recv_timeout(PATIENCE).unwrap(),
         DriverEvent::Settled { tag: 1, result: Err(_), .. }
     ));
     assert!(matches!(events.recv_timeout(PATIENCE).unwrap(), DriverEvent::PeerLost { .. }));
+}
+
+#[test]
+fn a_self_test_measures_both_directions_and_leaves_the_blocks_of_requests_alone() {
+    let hub = Hub::default();
+    let (own, theirs) = (pool(1), pool(2));
+    let (asker, _events) = spawn(InProcTransport::new(&hub, own.clone()));
+    let (answerer, of_answerer) = spawn(InProcTransport::new(&hub, theirs.clone()));
+    asker.add_peer(PeerId(1), answerer.metadata().to_vec()).unwrap();
+    answerer.add_peer(PeerId(9), asker.metadata().to_vec()).unwrap();
+    let report = asker.probe(PeerId(1)).unwrap();
+    for direction in [Direction::Write, Direction::Read] {
+        assert!(report.gb_per_s(direction).unwrap() > 0.0, "{report}");
+        assert!(report.measured.iter().any(|m| m.direction == direction && m.blocks == 1));
+    }
+    assert!(report.round_trip > Duration::ZERO && report.round_trip <= report.took);
+    for (pool, fill) in [(&own, 1u64), (&theirs, 2)] {
+        let mut bytes = vec![0; 2048];
+        pool.read(0, &mut bytes).unwrap();
+        assert!(bytes.as_chunks::<8>().0.iter().all(|word| u64::from_le_bytes(*word) == fill));
+    }
+    // What the self-test said to the peer's driver its engine never sees.
+    assert!(of_answerer.try_recv().is_err());
+    assert_eq!(asker.probe(PeerId(2)), Err(TransferError::UnknownPeer(PeerId(2))));
+}
+
+#[test]
+fn a_self_test_with_a_peer_that_does_not_know_us_fails() {
+    let hub = Hub::default();
+    let (asker, _events) = spawn(InProcTransport::new(&hub, pool(1)));
+    let (stranger, _its_events) = spawn(InProcTransport::new(&hub, pool(2)));
+    asker.add_peer(PeerId(1), stranger.metadata().to_vec()).unwrap();
+    assert_eq!(asker.probe(PeerId(1)).unwrap_err().label(), "no_answer");
+    // One that is removed meanwhile ends it at once.
+    let other = asker.clone();
+    let probing = std::thread::spawn(move || other.probe(PeerId(1)));
+    std::thread::yield_now();
+    asker.remove_peer(PeerId(1)).unwrap();
+    let error = probing.join().unwrap().unwrap_err();
+    assert!(["aborted", "unknown_peer"].contains(&error.label()), "{error}");
 }
 
 #[test]
@@ -92,7 +151,7 @@ impl Transport for Polled {
         Ok(())
     }
     fn remove_peer(&mut self, _: PeerId) {}
-    fn post_write(&mut self, _: PeerId, _: &[Span], _: &[u8]) -> Result<XferId, TransferError> {
+    fn post(&mut self, _: Direction, _: PeerId, _: &[Span], _: &[u8]) -> Result<XferId, TransferError> {
         Ok(XferId(1))
     }
     fn poll(&mut self, _: &mut Vec<Event>) -> Result<(), TransferError> {

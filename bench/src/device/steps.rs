@@ -66,7 +66,7 @@ impl Steps {
                 let limits = GpuLimits { max_len, max_rows, max_seqs };
                 let valid = vec![true; config.vocab_size];
                 let model = GpuModel::load(gpu, &config, &weights, ComputeDtype::Stored, limits, &valid)?;
-                (Box::new(model), KvPool::new_on(gpu, layout, all)?)
+                (Box::new(model), KvPool::new_on(gpu, layout, all, 0)?)
             }
         };
         Ok(Self { config, model, pool: Arc::new(pool), blocks })

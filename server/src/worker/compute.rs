@@ -15,7 +15,7 @@ use models::qwen::{ComputeDtype, Qwen};
 use models::{ModelConfig, ModelFiles, TextFiles};
 
 use super::device::{self, Device};
-use crate::args::{DType, DeviceKind};
+use crate::args::{DType, DeviceKind, Role};
 use crate::config::{Config, KvCacheSize};
 
 /// A model's text side, its KV pool and what computes on it.
@@ -168,12 +168,16 @@ fn kv_pool(config: &Config, model: &ModelConfig, device: &Device) -> anyhow::Res
             u32::MAX
         );
     }
+    let spare = match config.role {
+        Role::Both => 0,
+        Role::Prefill | Role::Decode => transfer::Scratch::blocks_of(layout.block_bytes() as u64) as usize,
+    };
     let pool = match device {
-        Device::Cpu => KvPool::new(layout, num_blocks).map_err(anyhow::Error::from),
+        Device::Cpu => KvPool::with_spare(layout, num_blocks, spare).map_err(anyhow::Error::from),
         Device::Cuda { .. } if dtype == KvDtype::F32 => {
             bail!("--kv-cache-dtype f32 is not supported on cuda, expected bf16 or auto")
         }
-        Device::Cuda { gpu, .. } => KvPool::new_on(gpu, layout, num_blocks).map_err(anyhow::Error::from),
+        Device::Cuda { gpu, .. } => KvPool::new_on(gpu, layout, num_blocks, spare).map_err(anyhow::Error::from),
     };
     pool.with_context(|| format!("no memory for {num_blocks} KV blocks"))
 }

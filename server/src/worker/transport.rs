@@ -9,7 +9,7 @@ use engine::event::Event;
 use engine::service;
 use kernels::{KvLayout, KvPool};
 use transfer::driver::{Driver, DriverHandle};
-use transfer::{Hello, LayoutFingerprint, TransportConfig};
+use transfer::{Hello, Identity, LayoutFingerprint, Scratch, TransportConfig};
 
 use crate::config::Config;
 
@@ -38,7 +38,7 @@ pub fn open(
 ) -> anyhow::Result<(DriverHandle, Hello)> {
     let host = own_host(config);
     let transport = TransportConfig {
-        name: config.kv_transport.as_str().to_owned(),
+        name: config.kv_transport.clone(),
         same_host: same_host(config),
         bind_host: config.listen.ip().to_string(),
         advertise_host: Some(host),
@@ -48,9 +48,13 @@ pub fn open(
     let transport =
         transfer::open(&transport, service::region(pool)).context("the KV transport cannot be opened")?;
     hello.transport = transport.name().to_owned();
-    hello.metadata = transport.metadata();
+    let block_bytes = pool.layout().block_bytes() as u64;
+    let scratch = (pool.spare_blocks() > 0).then(|| Scratch::after(pool.num_blocks() as u64, block_bytes));
+    let identity = Identity { incarnation: hello.incarnation, scratch };
     let on_event = move |event| drop(events.send(Event::Transfer(event)));
-    Ok((Driver::spawn(transport, Box::new(on_event)), hello))
+    let driver = Driver::spawn(transport, identity, Box::new(on_event));
+    hello.metadata = driver.metadata().to_vec();
+    Ok((driver, hello))
 }
 
 /// True if all workers of this deployment are on this machine, as far as this one can tell.

@@ -6,12 +6,13 @@
 use std::ffi::{CStr, CString, c_void};
 use std::ptr::{null, null_mut};
 
-use super::arguments::{DescriptorList, Options};
+use super::arguments::{DescriptorList, Options, kind_of};
 use super::library::Library;
 use super::status::{check, describe};
 use super::sys::*;
 use crate::error::TransferError;
-use crate::transport::{Region, Span};
+use crate::transport::{Direction, Memory, Region, Span};
+use crate::ucx::log;
 
 const BACKEND: &CStr = c"UCX";
 
@@ -39,6 +40,7 @@ pub struct Remote {
     name: CString,
     /// Address of the remote pool's first byte in its own process.
     pub base: u64,
+    pub memory: Memory,
 }
 
 /// A posted request. Must be given to [`Agent::release`] once it is no longer running; dropping it leaks the
@@ -63,8 +65,8 @@ pub struct Agent {
 unsafe impl Send for Agent {}
 
 impl Agent {
-    /// Makes the agent, its UCX backend and registers `pool` as DRAM. About half a second.
-    pub fn new(library: Library, name: &str, pool: Region) -> Result<Self, TransferError> {
+    /// Makes the agent, its UCX backend and registers `pool`. About half a second.
+    pub fn new(library: Library, transport: &str, name: &str, pool: Region) -> Result<Self, TransferError> {
         let name =
             CString::new(name).map_err(|_| TransferError::BadMetadata("agent name holds a NUL".into()))?;
         let config = nixl_capi_agent_config_t {
@@ -92,7 +94,7 @@ impl Agent {
             notifications: null_mut(),
             pool: pool.clone(),
         };
-        agent.create_backend()?;
+        agent.create_backend(transport)?;
         agent.register_pool()?;
         // SAFETY: `notifications` is an out parameter.
         let status = unsafe { agent.api().nixl_capi_create_notif_map(&mut agent.notifications) };
@@ -104,7 +106,7 @@ impl Agent {
         self.library.api()
     }
 
-    fn create_backend(&mut self) -> Result<(), TransferError> {
+    fn create_backend(&mut self, transport: &str) -> Result<(), TransferError> {
         let (mut mems, mut params) = (null_mut(), null_mut());
         // SAFETY: the agent is live, the name is NUL-terminated, the others are out parameters.
         let status = unsafe {
@@ -122,23 +124,24 @@ impl Agent {
         }
         check("create_backend", status).map_err(|error| {
             let tls = std::env::var("UCX_TLS").unwrap_or_else(|_| "unset".into());
+            let said = log::last_warnings().map(|text| format!("; UCX says: {text}")).unwrap_or_default();
             let why = format!(
-                "UCX does not start with UCX_TLS={tls:?}: it needs a transport that carries active messages, so add tcp \
-                 ({error}; UCX_LOG_LEVEL=warn shows UCX's own reason)"
+                "UCX does not start with UCX_TLS={tls}: it needs a transport that carries active messages, so add tcp \
+                 ({error}{said})"
             );
-            TransferError::Unavailable { name: "nixl".into(), why }
+            TransferError::Unavailable { name: transport.to_owned(), why }
         })
     }
 
     fn register_pool(&mut self) -> Result<(), TransferError> {
         let api = self.api();
-        let dram = nixl_capi_mem_type_t::NIXL_CAPI_MEM_DRAM;
+        let (kind, device) = kind_of(self.pool.memory());
         // SAFETY: `registered` is an out parameter.
-        check("create_reg_dlist", unsafe { api.nixl_capi_create_reg_dlist(dram, &mut self.registered) })?;
+        check("create_reg_dlist", unsafe { api.nixl_capi_create_reg_dlist(kind, &mut self.registered) })?;
         let (base, len) = (self.pool.base() as usize, self.pool.len());
         // SAFETY: the list is live; the address is stored, not read; no metadata is attached.
         check("reg_dlist_add_desc", unsafe {
-            api.nixl_capi_reg_dlist_add_desc(self.registered, base, len, 0, null(), 0)
+            api.nixl_capi_reg_dlist_add_desc(self.registered, base, len, device, null(), 0)
         })?;
         // SAFETY: `self.pool` keeps the bytes alive until after Drop has deregistered them.
         check("register_mem", unsafe { api.nixl_capi_register_mem(self.raw, self.registered, null_mut()) })
@@ -157,9 +160,14 @@ impl Agent {
         }
     }
 
-    /// Makes a remote agent known; `base` is its pool's address. Fails when the metadata is not a NIXL agent's or
+    /// Makes a remote agent known; `base` is its pool's address, `memory` where that is. Fails when the metadata is not a NIXL agent's or
     /// that agent is already known.
-    pub fn load_remote(&mut self, metadata: &[u8], base: u64) -> Result<Remote, TransferError> {
+    pub fn load_remote(
+        &mut self,
+        metadata: &[u8],
+        base: u64,
+        memory: Memory,
+    ) -> Result<Remote, TransferError> {
         let mut name = null_mut();
         // SAFETY: pointer and length describe `metadata`, which the call copies; `name` is an out parameter.
         check("load_remote_md", unsafe {
@@ -171,7 +179,7 @@ impl Agent {
             libc::free(name.cast());
             owned
         };
-        Ok(Remote { name: owned, base })
+        Ok(Remote { name: owned, base, memory })
     }
 
     /// Drops a remote's connection and keys. The caller has no request to it running: UCX forbids destroying a
@@ -182,23 +190,29 @@ impl Agent {
         unsafe { self.api().nixl_capi_invalidate_remote_md(self.raw, remote.name.as_ptr()) };
     }
 
-    /// Posts one WRITE of all spans (checked by the caller against both pools) with a notification after it.
-    pub fn write(
+    /// Posts one WRITE or READ of all spans (checked by the caller against both pools) with a notification after it.
+    pub fn post(
         &mut self,
+        direction: Direction,
         remote: &Remote,
         spans: &[Span],
         notification: &[u8],
     ) -> Result<(Request, Progress), TransferError> {
         let api = self.api();
         let base = self.pool.base() as u64;
-        let local = DescriptorList::new(api, spans.iter().map(|s| (base + s.local, s.len)))?;
-        let distant = DescriptorList::new(api, spans.iter().map(|s| (remote.base + s.remote, s.len)))?;
+        let local =
+            DescriptorList::new(api, self.pool.memory(), spans.iter().map(|s| (base + s.local, s.len)))?;
+        let distant =
+            DescriptorList::new(api, remote.memory, spans.iter().map(|s| (remote.base + s.remote, s.len)))?;
         let options = Options::new(api, self.backend, notification)?;
         let mut raw = null_mut();
+        let op = match direction {
+            Direction::Write => nixl_capi_xfer_op_t::NIXL_CAPI_XFER_OP_WRITE,
+            Direction::Read => nixl_capi_xfer_op_t::NIXL_CAPI_XFER_OP_READ,
+        };
         // SAFETY: agent, lists and options are live; the request copies the descriptors; the local ones lie in
         // the registered pool.
         check("create_xfer_req", unsafe {
-            let op = nixl_capi_xfer_op_t::NIXL_CAPI_XFER_OP_WRITE;
             api.nixl_capi_create_xfer_req(
                 self.raw,
                 op,

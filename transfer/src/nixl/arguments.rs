@@ -5,8 +5,9 @@ use std::ptr::null_mut;
 use super::status::check;
 use super::sys::*;
 use crate::error::TransferError;
+use crate::transport::Memory;
 
-/// Addresses and lengths in DRAM.
+/// Addresses and lengths in one kind of memory.
 pub struct DescriptorList {
     api: &'static NixlCapi,
     pub raw: nixl_capi_xfer_dlist_t,
@@ -15,17 +16,18 @@ pub struct DescriptorList {
 impl DescriptorList {
     pub fn new(
         api: &'static NixlCapi,
+        memory: Memory,
         descriptors: impl Iterator<Item = (u64, u64)>,
     ) -> Result<Self, TransferError> {
         let mut raw = null_mut();
-        let dram = nixl_capi_mem_type_t::NIXL_CAPI_MEM_DRAM;
+        let (kind, device) = kind_of(memory);
         // SAFETY: `raw` is an out parameter.
-        check("create_xfer_dlist", unsafe { api.nixl_capi_create_xfer_dlist(dram, &mut raw) })?;
+        check("create_xfer_dlist", unsafe { api.nixl_capi_create_xfer_dlist(kind, &mut raw) })?;
         let list = Self { api, raw };
         for (address, len) in descriptors {
             // SAFETY: the list is live; addresses are stored, not read.
             check("xfer_dlist_add_desc", unsafe {
-                api.nixl_capi_xfer_dlist_add_desc(list.raw, address as usize, len as usize, 0)
+                api.nixl_capi_xfer_dlist_add_desc(list.raw, address as usize, len as usize, device)
             })?;
         }
         Ok(list)
@@ -36,6 +38,14 @@ impl Drop for DescriptorList {
     fn drop(&mut self) {
         // SAFETY: made by `new`, destroyed once; requests hold copies.
         unsafe { self.api.nixl_capi_destroy_xfer_dlist(self.raw) };
+    }
+}
+
+/// NIXL's memory type and device number.
+pub fn kind_of(memory: Memory) -> (nixl_capi_mem_type_t, u64) {
+    match memory {
+        Memory::Host => (nixl_capi_mem_type_t::NIXL_CAPI_MEM_DRAM, 0),
+        Memory::Cuda(device) => (nixl_capi_mem_type_t::NIXL_CAPI_MEM_VRAM, u64::from(device)),
     }
 }
 

@@ -24,26 +24,32 @@ impl Library {
     /// Loads the first library on the search path.
     ///
     /// Errors: nothing found (names every place), found but not loadable, not NIXL 1.5, or a stub.
-    pub fn load(configured: Option<&Path>) -> Result<(Self, String), TransferError> {
+    pub fn load(transport: &str, configured: Option<&Path>) -> Result<(Self, String), TransferError> {
         let candidates = search_path(configured);
-        let searched = || candidates.iter().map(|p| p.display().to_string()).collect();
+        let unusable = |why| TransferError::Unavailable { name: transport.to_owned(), why };
         for path in &candidates {
             let by_loader = path.as_os_str() == FILE;
             if !by_loader && !path.is_file() {
                 continue;
             }
             // SAFETY: loading runs the initialisers of NIXL and UCX, which have no precondition but an
-            // environment that is not being changed; `Environment::apply` has returned by now.
+            // environment that is not being changed; `environment::apply` has returned by now.
             match unsafe { NixlCapi::new(path) } {
-                Ok(api) => return Ok((Self::checked(api, path)?, path.display().to_string())),
+                Ok(api) => {
+                    return Ok((Self::checked(api, path).map_err(unusable)?, path.display().to_string()));
+                }
                 Err(error) if !by_loader => {
-                    let why = format!("{} does not load: {error}", path.display());
-                    return Err(TransferError::Unavailable { name: "nixl".into(), why });
+                    return Err(unusable(format!("{} does not load: {error}; {HOW_TO_GET}", path.display())));
                 }
                 Err(_) => {}
             }
         }
-        Err(TransferError::LibraryMissing { searched: searched(), how_to_get: HOW_TO_GET.into() })
+        Err(TransferError::LibraryMissing {
+            transport: transport.to_owned(),
+            library: FILE.to_owned(),
+            searched: candidates.iter().map(|p| p.display().to_string()).collect(),
+            how_to_get: HOW_TO_GET.to_owned(),
+        })
     }
 
     /// The functions. Calling one that [`Library::checked`] did not name would panic.
@@ -51,12 +57,11 @@ impl Library {
         self.api
     }
 
-    fn checked(api: NixlCapi, path: &Path) -> Result<Self, TransferError> {
+    fn checked(api: NixlCapi, path: &Path) -> Result<Self, String> {
         require_symbols(&api, path)?;
         // SAFETY: the symbol is present (just checked), takes nothing and returns a bool.
         if unsafe { api.nixl_capi_is_stub() } {
-            let why = format!("{} is a stub without NIXL behind it; {HOW_TO_GET}", path.display());
-            return Err(TransferError::Unavailable { name: "nixl".into(), why });
+            return Err(format!("{} is a stub without NIXL behind it; {HOW_TO_GET}", path.display()));
         }
         Ok(Self { api: Box::leak(Box::new(api)) })
     }
@@ -87,7 +92,7 @@ fn data_home() -> Option<PathBuf> {
 }
 
 /// Every function that `agent` calls must be there: a missing one would otherwise panic at its first call.
-fn require_symbols(api: &NixlCapi, path: &Path) -> Result<(), TransferError> {
+fn require_symbols(api: &NixlCapi, path: &Path) -> Result<(), String> {
     macro_rules! missing {
         ($($symbol:ident)*) => {
             [$((stringify!($symbol), api.$symbol.is_err())),*]
@@ -112,10 +117,10 @@ fn require_symbols(api: &NixlCapi, path: &Path) -> Result<(), TransferError> {
     };
     match symbols.iter().find(|(_, missing)| *missing) {
         None => Ok(()),
-        Some((symbol, _)) => Err(TransferError::MissingSymbol {
-            library: path.display().to_string(),
-            symbol: (*symbol).to_owned(),
-        }),
+        Some((symbol, _)) => Err(format!(
+            "{} lacks {symbol}: not a NIXL C library of version 1.5; {HOW_TO_GET}",
+            path.display()
+        )),
     }
 }
 
@@ -135,7 +140,9 @@ mod tests {
     fn a_file_that_is_no_library_is_named() {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join(FILE), "not a library").unwrap();
-        let error = Library::load(Some(dir.path())).err().unwrap();
-        assert!(error.to_string().contains(dir.path().to_str().unwrap()), "{error}");
+        let error = Library::load("tcp", Some(dir.path())).err().unwrap().to_string();
+        for part in ["tcp", dir.path().to_str().unwrap(), "scripts/nixl-setup"] {
+            assert!(error.contains(part), "{part:?} is missing in {error}");
+        }
     }
 }

@@ -3,12 +3,10 @@
 
 mod agent;
 mod arguments;
-mod environment;
 mod library;
 mod status;
 mod sys;
 mod transport;
 
-pub use environment::{UcxLanes, ucx_environment};
 pub use library::{HOW_TO_GET, search_path};
-pub use transport::{NixlConfig, NixlTransport};
+pub use transport::{NixlConfig, NixlTransport, backend};

@@ -8,7 +8,7 @@ pub fn check(call: &'static str, status: nixl_capi_status_t) -> Result<(), Trans
     if status == nixl_capi_status_t::NIXL_CAPI_SUCCESS {
         return Ok(());
     }
-    Err(TransferError::Library { call, status: describe(status) })
+    Err(TransferError::Library { call, status: format!("{} (NIXL)", describe(status)) })
 }
 
 /// The status in words, with its number.

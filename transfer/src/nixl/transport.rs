@@ -8,11 +8,15 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use super::agent::{Agent, Progress, Remote, Request};
-use super::environment::{self, UcxLanes};
-use super::library::Library;
+use super::library::{Library, search_path};
 use super::status::describe;
 use crate::error::TransferError;
-use crate::transport::{Event, PeerId, Region, Span, Transport, XferId, XferStats, check_spans};
+use crate::lane::Lane;
+use crate::registry::{Backend, TransportConfig, unusable_ucx};
+use crate::transport::{
+    Direction, Event, Memory, PeerId, Region, Span, Transport, XferId, XferStats, check_spans,
+};
+use crate::ucx::{Setting, UcxLanes, environment, log};
 
 /// How long Drop lets running requests end. A live peer needs milliseconds, a dead one is noticed within 0.4 s.
 const DRAIN: Duration = Duration::from_secs(1);
@@ -29,11 +33,41 @@ pub struct NixlConfig {
     pub incarnation: u64,
 }
 
+/// NIXL over UCX with these lanes, as the registry lists it.
+pub const fn backend(lanes: UcxLanes, name: &'static str, what: &'static str) -> Backend {
+    Backend {
+        name,
+        what,
+        family: "nixl",
+        lanes: Some(lanes),
+        device_memory: true,
+        unusable: |lanes, config| unusable_ucx(lanes, config, &search_path(config.nixl_dir.as_deref())),
+        open: |lanes, config, pool| {
+            let lanes = lanes.expect("NIXL backends have lanes. This is a bug.");
+            Ok(Box::new(NixlTransport::new(&NixlConfig::of(lanes, config), pool)?))
+        },
+    }
+}
+
+impl NixlConfig {
+    fn of(lanes: UcxLanes, config: &TransportConfig) -> Self {
+        Self {
+            lanes,
+            same_host: config.same_host,
+            directory: config.nixl_dir.clone(),
+            incarnation: config.incarnation,
+        }
+    }
+}
+
 #[derive(Serialize, Deserialize)]
 struct Metadata {
     agent: String,
     base: u64,
     len: u64,
+    /// The CUDA device that the pool lies on.
+    #[serde(default)]
+    cuda: Option<u32>,
     #[serde(with = "serde_bytes")]
     nixl: Vec<u8>,
 }
@@ -64,11 +98,12 @@ struct InFlight {
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Slot(u64, PeerId);
 
-/// NIXL over UCX, `tcp` or `shm`.
+/// NIXL over UCX.
 pub struct NixlTransport {
     /// Dropped by hand: an agent with requests that will not end is leaked, with the pool it holds.
     agent: ManuallyDrop<Agent>,
     lanes: UcxLanes,
+    settings: Vec<Setting>,
     pool: Region,
     metadata: Vec<u8>,
     peers: HashMap<Slot, Peer>,
@@ -86,20 +121,25 @@ impl NixlTransport {
     pub fn new(config: &NixlConfig, pool: Region) -> Result<Self, TransferError> {
         // SAFETY: documented on this function and on `registry::open`: the process opens its transport at start,
         // before threads that call into the C library's environment exist.
-        unsafe { environment::apply(config.lanes, config.same_host) };
-        let (library, path) = Library::load(config.directory.as_deref())?;
+        let settings = unsafe { environment::apply(config.lanes, config.same_host) }?;
+        let (library, path) = Library::load(config.lanes.name(), config.directory.as_deref())?;
         let name = format!("kvferry-{:016x}-{:x}", config.incarnation, rand::random::<u32>());
-        let agent = Agent::new(library, &name, pool.clone())?;
+        let agent = Agent::new(library, config.lanes.name(), &name, pool.clone())?;
         let metadata = Metadata {
             nixl: agent.local_metadata()?,
             agent: name,
             base: pool.base() as u64,
             len: pool.len() as u64,
+            cuda: match pool.memory() {
+                Memory::Host => None,
+                Memory::Cuda(device) => Some(device),
+            },
         };
         tracing::info!(library = path, agent = metadata.agent, pool_bytes = metadata.len, "NIXL agent ready");
         Ok(Self {
             agent: ManuallyDrop::new(agent),
             lanes: config.lanes,
+            settings,
             pool,
             metadata: rmp_serde::to_vec(&metadata).expect("plain struct serializes"),
             peers: HashMap::new(),
@@ -167,10 +207,7 @@ impl NixlTransport {
 
 impl Transport for NixlTransport {
     fn name(&self) -> &'static str {
-        match self.lanes {
-            UcxLanes::Tcp => "tcp",
-            UcxLanes::Shm => "shm",
-        }
+        self.lanes.name()
     }
 
     fn metadata(&self) -> Vec<u8> {
@@ -184,14 +221,18 @@ impl Transport for NixlTransport {
             return Err(TransferError::BadMetadata("the pool wraps around the address space".into()));
         }
         self.remove_peer(peer);
-        let remote = self.agent.load_remote(&metadata.nixl, metadata.base)?;
+        let remote = self.agent.load_remote(
+            &metadata.nixl,
+            metadata.base,
+            metadata.cuda.map_or(Memory::Host, Memory::Cuda),
+        )?;
         let slot = Slot(self.number(), peer);
         self.peers.insert(slot, Peer { remote, pool: metadata.len, leaving: None, running: 0 });
         self.current.insert(peer, slot);
         Ok(())
     }
 
-    /// Running requests cannot be called back safely (UCX does not cancel a write): they are reported aborted
+    /// Running requests cannot be called back safely (UCX does not cancel one that has begun): they are reported aborted
     /// when they have ended.
     fn remove_peer(&mut self, peer: PeerId) {
         let Some(slot) = self.current.remove(&peer) else { return };
@@ -201,8 +242,9 @@ impl Transport for NixlTransport {
         self.forget_if_drained(slot);
     }
 
-    fn post_write(
+    fn post(
         &mut self,
+        direction: Direction,
         peer: PeerId,
         spans: &[Span],
         notification: &[u8],
@@ -214,13 +256,15 @@ impl Transport for NixlTransport {
         }
         let bytes = check_spans(spans, notification, &self.pool, target.pool)?;
         let posted = Instant::now();
-        let outcome = self.agent.write(&target.remote, spans, notification);
+        let outcome = self.agent.post(direction, &target.remote, spans, notification);
         let id = XferId(self.number());
         let target = self.peers.get_mut(&slot).expect("looked up above");
         match outcome {
             Ok((request, progress)) => {
                 let post = posted.elapsed();
-                let stats = XferStats { bytes, descriptors: spans.len() as u32, post, wire: post };
+                let descriptors = spans.len() as u32;
+                let stats =
+                    XferStats { direction, bytes, descriptors, post, wire: post, ..Default::default() };
                 target.running += 1;
                 let flight = InFlight { id, peer: slot, request, stats, posted };
                 if progress == Progress::Running {
@@ -245,6 +289,14 @@ impl Transport for NixlTransport {
         events.extend(self.ready.drain(..));
         events.extend(self.received.drain(..).map(|payload| Event::Notified { payload }));
         outcome
+    }
+
+    fn lane(&mut self, direction: Direction) -> Option<Lane> {
+        log::lane(direction)
+    }
+
+    fn settings(&self) -> Vec<Setting> {
+        self.settings.clone()
     }
 }
 

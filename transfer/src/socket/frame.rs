@@ -1,13 +1,14 @@
 //! The socket backend's bytes on the wire. All integers are little-endian.
 //!
-//! Writer to receiver: one greeting, then frames. A frame is a header of 24 bytes (kind, a, b); `Write` is followed
-//! by b bytes for offset a of the receiver's pool, `Commit` ends transfer a and is followed by its notification of
-//! b bytes. Receiver to writer: replies of 24 bytes.
+//! Caller to receiver: one greeting, then frames. A frame is a header of 24 bytes (kind, a, b); `Write` is followed
+//! by b bytes for offset a of the receiver's pool, `Read` asks for b bytes at offset a of it, `Commit` ends transfer a
+//! and is followed by its notification of b bytes. The commit of a read is sent when its last byte has come.
+//! Receiver to caller: replies of 24 bytes; `Data` is followed by the bytes that a `Read` asked for, in its order.
 
 use std::io::{self, Read, Write};
 
 /// First bytes of a connection; the digit is the protocol's version.
-const MAGIC: [u8; 8] = *b"KVFERRY1";
+const MAGIC: [u8; 8] = *b"KVFERRY2";
 
 /// A transport's random name, so that a connection to a reused address is refused.
 pub type Token = u128;
@@ -46,6 +47,7 @@ impl Greeting {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Frame {
     Write { offset: u64, len: u64 },
+    Read { offset: u64, len: u64 },
     Commit { xfer: u64, notification: u64 },
 }
 
@@ -53,12 +55,14 @@ pub enum Frame {
 pub enum Reply {
     /// The greeting was right; frames may follow.
     Welcome { pool: u64 },
-    /// Every byte of the transfer is in the pool.
+    /// Every byte of the transfer is where it belongs and its notification was taken.
     Settled { xfer: u64 },
     /// A span outside the pool; nothing of it was written and the connection closes.
     OutOfRange { offset: u64, len: u64 },
-    /// The greeting's token is not ours, or the writer was removed here.
+    /// The greeting's token is not ours, or the caller was removed here.
     NotForMe,
+    /// What a `Read` asked for follows.
+    Data { offset: u64, len: u64 },
 }
 
 impl Frame {
@@ -66,6 +70,7 @@ impl Frame {
         out.write_all(&match self {
             Self::Write { offset, len } => words(1, offset, len),
             Self::Commit { xfer, notification } => words(2, xfer, notification),
+            Self::Read { offset, len } => words(3, offset, len),
         })
     }
 
@@ -73,6 +78,7 @@ impl Frame {
         match read_words(input)? {
             [1, offset, len] => Ok(Self::Write { offset, len }),
             [2, xfer, notification] => Ok(Self::Commit { xfer, notification }),
+            [3, offset, len] => Ok(Self::Read { offset, len }),
             [kind, ..] => Err(invalid(format!("unknown frame kind {kind}"))),
         }
     }
@@ -85,6 +91,7 @@ impl Reply {
             Self::Settled { xfer } => words(2, xfer, 0),
             Self::OutOfRange { offset, len } => words(3, offset, len),
             Self::NotForMe => words(4, 0, 0),
+            Self::Data { offset, len } => words(5, offset, len),
         })
     }
 
@@ -94,6 +101,7 @@ impl Reply {
             [2, xfer, _] => Ok(Self::Settled { xfer }),
             [3, offset, len] => Ok(Self::OutOfRange { offset, len }),
             [4, ..] => Ok(Self::NotForMe),
+            [5, offset, len] => Ok(Self::Data { offset, len }),
             [kind, ..] => Err(invalid(format!("unknown reply kind {kind}"))),
         }
     }
@@ -128,7 +136,11 @@ mod tests {
         greeting.send(&mut bytes).unwrap();
         assert_eq!(Greeting::receive(&mut bytes.as_slice()).unwrap(), greeting);
 
-        for frame in [Frame::Write { offset: u64::MAX, len: 1 }, Frame::Commit { xfer: 3, notification: 4 }] {
+        for frame in [
+            Frame::Write { offset: u64::MAX, len: 1 },
+            Frame::Read { offset: 1, len: u64::MAX },
+            Frame::Commit { xfer: 3, notification: 4 },
+        ] {
             let mut bytes = Vec::new();
             frame.send(&mut bytes).unwrap();
             assert_eq!(Frame::receive(&mut bytes.as_slice()).unwrap(), frame);
@@ -138,6 +150,7 @@ mod tests {
             Reply::Settled { xfer: 5 },
             Reply::OutOfRange { offset: 1, len: 2 },
             Reply::NotForMe,
+            Reply::Data { offset: 6, len: 7 },
         ] {
             let mut bytes = Vec::new();
             reply.send(&mut bytes).unwrap();

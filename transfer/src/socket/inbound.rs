@@ -1,7 +1,7 @@
 //! The receiving half: a listener and one thread for each writer's connection.
 
 use std::collections::{HashMap, HashSet};
-use std::io::{self, Read};
+use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::SyncSender;
@@ -48,7 +48,7 @@ struct Connections {
 
 struct Connection {
     stream: TcpStream,
-    /// Who writes, once known, and whether it still may. Held during each copy into the pool.
+    /// Who calls, once known, and whether it still may. Held during each copy into or out of the pool.
     gate: Mutex<Gate>,
 }
 
@@ -103,7 +103,8 @@ impl Inbound {
         self.state.refused.load(Ordering::Relaxed)
     }
 
-    /// After this returns nothing more that `writer` sent lands in the pool, and it cannot connect again.
+    /// After this returns nothing more that `writer` sent lands in the pool, nothing of the pool is sent to it, and it
+    /// cannot connect again.
     pub fn fence(&self, writer: Token) {
         let mut connections = lock(&self.state.connections);
         connections.fenced.insert(writer);
@@ -217,6 +218,7 @@ impl Shared {
         loop {
             match Frame::receive(&mut stream)? {
                 Frame::Write { offset, len } => self.write(connection, offset, len, &mut chunk)?,
+                Frame::Read { offset, len } => self.read(connection, offset, len, &mut chunk)?,
                 Frame::Commit { xfer, notification } => self.commit(connection, xfer, notification)?,
             }
         }
@@ -234,11 +236,7 @@ impl Shared {
 
     fn write(&self, connection: &Connection, offset: u64, len: u64, chunk: &mut [u8]) -> io::Result<()> {
         let mut stream = &connection.stream;
-        if let Err(error) = self.pool.checked(offset, len) {
-            Reply::OutOfRange { offset, len }.send(&mut stream)?;
-            linger(stream);
-            return Err(invalid(error.to_string()));
-        }
+        self.check(stream, offset, len)?;
         let mut done = 0;
         while done < len {
             let want = (len - done).min(chunk.len() as u64) as usize;
@@ -254,6 +252,35 @@ impl Shared {
             done += got as u64;
         }
         Ok(())
+    }
+
+    /// Sends what the caller asked for. A fence waits for the copy under way and stops the next one.
+    fn read(&self, connection: &Connection, offset: u64, len: u64, chunk: &mut [u8]) -> io::Result<()> {
+        let mut stream = &connection.stream;
+        self.check(stream, offset, len)?;
+        Reply::Data { offset, len }.send(&mut stream)?;
+        let mut done = 0;
+        while done < len {
+            let part = &mut chunk[..(len - done).min(CHUNK as u64) as usize];
+            {
+                let gate = lock(&connection.gate);
+                if gate.closed {
+                    return Err(io::ErrorKind::ConnectionAborted.into());
+                }
+                self.pool.read(offset + done, part).map_err(io::Error::other)?;
+            }
+            stream.write_all(part)?;
+            done += part.len() as u64;
+        }
+        Ok(())
+    }
+
+    /// Answers a span outside the pool and fails.
+    fn check(&self, mut stream: &TcpStream, offset: u64, len: u64) -> io::Result<()> {
+        let Err(error) = self.pool.checked(offset, len) else { return Ok(()) };
+        Reply::OutOfRange { offset, len }.send(&mut stream)?;
+        linger(stream);
+        Err(invalid(error.to_string()))
     }
 
     fn commit(&self, connection: &Connection, xfer: u64, len: u64) -> io::Result<()> {

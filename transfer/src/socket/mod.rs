@@ -1,8 +1,8 @@
 //! Plain TCP: needs no library, works between any hosts, and is the reference that the others are compared with.
 //!
-//! Each transport listens on one port; a writer opens one connection to a peer at its first transfer. Threads do
-//! the reading and writing, so bytes move while nobody polls. A transfer settles when the receiver says that every
-//! byte is in its pool. A connection begins with the receiver's random token, so bytes meant for a process that
+//! Each transport listens on one port; whoever posts a transfer opens one connection to that peer at the first one.
+//! Threads do the reading and writing, so bytes move while nobody polls. A transfer settles when the receiver says
+//! that every byte is where it belongs and the notification with it. A connection begins with the receiver's random token, so bytes meant for a process that
 //! was there before are refused.
 
 mod frame;
@@ -22,7 +22,9 @@ use serde::{Deserialize, Serialize};
 use socket2::{SockRef, TcpKeepalive};
 
 use crate::error::TransferError;
-use crate::transport::{Event, PeerId, Region, Span, Transport, XferId, XferStats, check_spans};
+use crate::lane::Lane;
+use crate::registry::Backend;
+use crate::transport::{Direction, Event, PeerId, Region, Span, Transport, XferId, XferStats, check_spans};
 use frame::{Greeting, Token};
 use inbound::Inbound;
 use outbound::{Job, MAX_QUEUED, Outbound, Report, Target};
@@ -35,6 +37,23 @@ const QUEUE: usize = 4096;
 
 /// A host that vanished without a word is given up after this long.
 const SILENCE: Duration = Duration::from_secs(10);
+
+/// Plain TCP, as the registry lists it.
+pub const BACKEND: Backend = Backend {
+    name: "socket",
+    what: "plain TCP, no library needed",
+    family: "socket",
+    lanes: None,
+    device_memory: false,
+    unusable: |_, _| None,
+    open: |_, config, pool| {
+        let socket = SocketConfig {
+            bind_host: config.bind_host.clone(),
+            advertise_host: config.advertise_host.clone(),
+        };
+        Ok(Box::new(SocketTransport::new(&socket, pool)?))
+    },
+};
 
 /// What [`SocketTransport::new`] needs to know.
 #[derive(Clone, Debug)]
@@ -161,14 +180,16 @@ impl SocketTransport {
     }
 }
 
-/// The host to put into the metadata, or why there is none.
+/// The host to put into the metadata, or why there is none. An unspecified address means "every address of mine": a
+/// peer that connected to it would reach itself.
 fn advertised(config: &SocketConfig, bound: IpAddr) -> Result<String, String> {
-    match &config.advertise_host {
-        Some(host) => Ok(host.clone()),
-        None if bound.is_unspecified() => {
-            Err(format!("bound to {bound}, which peers cannot connect to: say which host to advertise"))
+    let host = config.advertise_host.clone().unwrap_or_else(|| bound.to_string());
+    let bare = host.trim_matches(['[', ']']);
+    match bare.parse::<IpAddr>() {
+        Ok(address) if address.is_unspecified() => {
+            Err(format!("peers cannot connect to {host}: give a host to advertise (--kv-advertise-host)"))
         }
-        None => Ok(bound.to_string()),
+        _ => Ok(bare.to_owned()),
     }
 }
 
@@ -206,8 +227,9 @@ impl Transport for SocketTransport {
         }
     }
 
-    fn post_write(
+    fn post(
         &mut self,
+        direction: Direction,
         peer: PeerId,
         spans: &[Span],
         notification: &[u8],
@@ -216,13 +238,16 @@ impl Transport for SocketTransport {
         let id = XferId(self.number());
         let target = self.peers.get(&peer).ok_or(TransferError::UnknownPeer(peer))?;
         let bytes = check_spans(spans, notification, &self.pool, target.pool)?;
-        let job = Job { xfer: id.0, spans: spans.to_vec(), notification: notification.to_vec() };
-        if !target.outbound.push(job) {
-            return Err(TransferError::Backlogged { peer, queued: MAX_QUEUED });
+        let flights = self.in_flight.entry(peer).or_default();
+        if flights.len() >= MAX_QUEUED {
+            return Err(TransferError::Backlogged { peer, queued: flights.len() });
         }
+        let (spans, notification) = (spans.to_vec(), notification.to_vec());
+        let descriptors = spans.len() as u32;
+        target.outbound.push(Job { xfer: id.0, direction, spans, notification });
         let post = posted.elapsed();
-        let stats = XferStats { bytes, descriptors: spans.len() as u32, post, wire: post };
-        self.in_flight.entry(peer).or_default().push(InFlight { id, stats, posted });
+        let stats = XferStats { direction, bytes, descriptors, post, wire: post, ..Default::default() };
+        flights.push(InFlight { id, stats, posted });
         Ok(id)
     }
 
@@ -239,6 +264,10 @@ impl Transport for SocketTransport {
         }
         self.closed.retain(|outbound| !outbound.is_finished());
         Ok(())
+    }
+
+    fn lane(&mut self, _: Direction) -> Option<Lane> {
+        Some(Lane { carrier: "tcp/socket".into(), how: "copy-in, copy-out".into() })
     }
 }
 

@@ -140,7 +140,7 @@ fn what_a_removed_peer_still_sends_does_not_land() {
 
     receiver.add_peer(peer, &sender.metadata()).unwrap();
     sender.add_peer(peer, &receiver.metadata()).unwrap();
-    sender.post_write(peer, &[Span { local: 0, remote: 0, len: 8 }], b"again").unwrap();
+    sender.post(Direction::Write, peer, &[Span { local: 0, remote: 0, len: 8 }], b"again").unwrap();
     assert!(matches!(&next_events(&mut receiver)[..], [Event::Notified { payload }] if payload == b"again"));
 }
 
@@ -151,7 +151,8 @@ fn a_peer_with_a_smaller_pool_than_it_said_fails_the_transfer() {
     let lie = Metadata { pool: 1 << 40, ..metadata(&receiver) };
     let peer = PeerId(3);
     sender.add_peer(peer, &rmp_serde::to_vec(&lie).unwrap()).unwrap();
-    let xfer = sender.post_write(peer, &[Span { local: 0, remote: 1 << 30, len: 64 }], b"").unwrap();
+    let xfer =
+        sender.post(Direction::Write, peer, &[Span { local: 0, remote: 1 << 30, len: 64 }], b"").unwrap();
     let events = next_events(&mut sender);
     let [Event::Settled { xfer: failed, result: Err(why), .. }, Event::PeerLost { peer: lost, .. }] =
         &events[..]
@@ -169,7 +170,7 @@ fn a_peer_that_is_not_there_is_lost() {
     let gone = transport().0.metadata();
     let peer = PeerId(3);
     sender.add_peer(peer, &gone).unwrap();
-    sender.post_write(peer, &[Span { local: 0, remote: 0, len: 64 }], b"").unwrap();
+    sender.post(Direction::Write, peer, &[Span { local: 0, remote: 0, len: 64 }], b"").unwrap();
     let events = next_events(&mut sender);
     assert!(
         matches!(&events[..], [Event::Settled { result: Err(_), .. }, Event::PeerLost { .. }]),

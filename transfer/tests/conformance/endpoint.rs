@@ -5,7 +5,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
-use transfer::{Event, PeerId, Region, Span, Transport, TransportConfig, open};
+use transfer::{Direction, Event, Lane, PeerId, Region, Span, Transport, TransportConfig, open};
 
 use crate::pool;
 
@@ -20,6 +20,7 @@ pub enum Command {
         metadata: String,
     },
     Post {
+        direction: Direction,
         peer: u64,
         notification: String,
         spans: Vec<(u64, u64, u64)>,
@@ -29,6 +30,9 @@ pub enum Command {
         seed: u64,
     },
     Checksum,
+    Lane {
+        direction: Direction,
+    },
     /// Answers with the next event.
     Event,
     /// Stands still until the next `Resume`: what SIGSTOP is to a process.
@@ -42,11 +46,34 @@ pub enum Answer {
     Error(String),
     Metadata(String),
     Checksum(u64),
-    Posted { xfer: u64 },
-    Settled { xfer: u64, bytes: u64, descriptors: u32 },
-    Failed { xfer: u64, label: String },
-    Notified { payload: String, checksum: u64 },
-    Lost { peer: u64 },
+    Lane(Option<Lane>),
+    Posted {
+        xfer: u64,
+    },
+    /// A write.
+    Settled {
+        xfer: u64,
+        bytes: u64,
+        descriptors: u32,
+    },
+    /// A read, with the checksum of the reader's pool at that moment.
+    Read {
+        xfer: u64,
+        bytes: u64,
+        descriptors: u32,
+        checksum: u64,
+    },
+    Failed {
+        xfer: u64,
+        label: String,
+    },
+    Notified {
+        payload: String,
+        checksum: u64,
+    },
+    Lost {
+        peer: u64,
+    },
     NoEvent,
 }
 
@@ -59,8 +86,10 @@ impl Answer {
 
     #[track_caller]
     pub fn settled(&self) -> u64 {
-        let Self::Settled { xfer, .. } = self else { panic!("{self:?} is no settled transfer") };
-        *xfer
+        match self {
+            Self::Settled { xfer, .. } | Self::Read { xfer, .. } => *xfer,
+            other => panic!("{other:?} is no settled transfer"),
+        }
     }
 
     #[track_caller]
@@ -106,8 +135,8 @@ impl Endpoint {
         match command {
             Command::Metadata => Answer::Metadata(to_hex(&self.transport.metadata())),
             Command::Add { peer, metadata } => self.add(peer, &metadata),
-            Command::Post { peer, notification, spans, then_remove } => {
-                let posted = self.post(peer, &notification, &spans);
+            Command::Post { direction, peer, notification, spans, then_remove } => {
+                let posted = self.post(direction, peer, &notification, &spans);
                 if then_remove {
                     self.transport.remove_peer(PeerId(peer));
                 }
@@ -118,6 +147,7 @@ impl Endpoint {
                 Answer::Ok
             }
             Command::Checksum => Answer::Checksum(pool::checksum(&self.pool)),
+            Command::Lane { direction } => Answer::Lane(self.transport.lane(direction)),
             Command::Event => self.event(),
             Command::Pause | Command::Resume => Answer::Ok,
         }
@@ -130,9 +160,15 @@ impl Endpoint {
         }
     }
 
-    fn post(&mut self, peer: u64, notification: &str, spans: &[(u64, u64, u64)]) -> Answer {
+    fn post(
+        &mut self,
+        direction: Direction,
+        peer: u64,
+        notification: &str,
+        spans: &[(u64, u64, u64)],
+    ) -> Answer {
         let spans: Vec<_> = spans.iter().map(|&(local, remote, len)| Span { local, remote, len }).collect();
-        match self.transport.post_write(PeerId(peer), &spans, notification.as_bytes()) {
+        match self.transport.post(direction, PeerId(peer), &spans, notification.as_bytes()) {
             Ok(xfer) => Answer::Posted { xfer: xfer.0 },
             Err(error) => Answer::Error(error.label().into()),
         }
@@ -154,7 +190,13 @@ impl Endpoint {
             self.events.push_back(match event {
                 Event::Settled { xfer, result: Ok(stats), .. } => {
                     assert!(stats.wire >= stats.post);
-                    Answer::Settled { xfer: xfer.0, bytes: stats.bytes, descriptors: stats.descriptors }
+                    let (xfer, bytes, descriptors) = (xfer.0, stats.bytes, stats.descriptors);
+                    match stats.direction {
+                        Direction::Write => Answer::Settled { xfer, bytes, descriptors },
+                        Direction::Read => {
+                            Answer::Read { xfer, bytes, descriptors, checksum: pool::checksum(&self.pool) }
+                        }
+                    }
                 }
                 Event::Settled { xfer, result: Err(error), .. } => {
                     Answer::Failed { xfer: xfer.0, label: error.label().into() }

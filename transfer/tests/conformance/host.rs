@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 use std::time::Duration;
 
-use transfer::Span;
+use transfer::{Direction, Lane, Span};
 
 use crate::endpoint::{Answer, Command, serve};
 
@@ -131,13 +131,25 @@ impl Host {
     }
 
     pub fn post(&mut self, peer: u64, notification: &str, spans: &[Span]) -> Answer {
-        let spans = spans.iter().map(|s| (s.local, s.remote, s.len)).collect();
-        self.ask(&Command::Post { peer, notification: notification.into(), spans, then_remove: false })
+        self.transfer(Direction::Write, peer, notification, spans)
     }
 
-    pub fn post_then_remove(&mut self, peer: u64, spans: &[Span]) -> Answer {
+    pub fn transfer(
+        &mut self,
+        direction: Direction,
+        peer: u64,
+        notification: &str,
+        spans: &[Span],
+    ) -> Answer {
         let spans = spans.iter().map(|s| (s.local, s.remote, s.len)).collect();
-        self.ask(&Command::Post { peer, notification: "aborted".into(), spans, then_remove: true })
+        let notification = notification.into();
+        self.ask(&Command::Post { direction, peer, notification, spans, then_remove: false })
+    }
+
+    pub fn transfer_then_remove(&mut self, direction: Direction, peer: u64, spans: &[Span]) -> Answer {
+        let spans = spans.iter().map(|s| (s.local, s.remote, s.len)).collect();
+        let notification = "aborted".into();
+        self.ask(&Command::Post { direction, peer, notification, spans, then_remove: true })
     }
 
     pub fn fill(&mut self, seed: u64) {
@@ -148,6 +160,13 @@ impl Host {
         match self.ask(&Command::Checksum) {
             Answer::Checksum(sum) => sum,
             other => panic!("{other:?} is no checksum"),
+        }
+    }
+
+    pub fn lane(&mut self, direction: Direction) -> Option<Lane> {
+        match self.ask(&Command::Lane { direction }) {
+            Answer::Lane(lane) => lane,
+            other => panic!("{other:?} is no lane"),
         }
     }
 

@@ -7,12 +7,13 @@ mod endpoint;
 mod host;
 mod pool;
 
+use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
 use endpoint::Answer;
 use host::Host;
 use pool::{BLOCK, Mirror};
-use transfer::{Span, coalesce};
+use transfer::{Direction, Span, coalesce};
 
 /// A killed peer must be noticed within this.
 const NOTICED: Duration = Duration::from_secs(5);
@@ -57,6 +58,60 @@ fn writes_of_any_shape_arrive_before_their_notification(transport: &str) {
     }
 }
 
+fn reads_of_any_shape_are_complete_when_they_settle(transport: &str) {
+    let (mut reader, mut owner) = pair(transport);
+    let mut mirror = Mirror::new(1);
+    for (count, scattered) in [(1, true), (64, true), (65, true), (65, false)] {
+        let spans = spans(count, scattered);
+        let name = format!("{count}-{scattered}");
+        let xfer = reader.transfer(Direction::Read, 1, &name, &spans).xfer();
+        mirror.take(&Mirror::new(2), &spans);
+        let bytes = u64::from(count) * BLOCK;
+        let descriptors = spans.len() as u32;
+        let notified = owner.begin_event();
+        let checksum = mirror.checksum();
+        assert_eq!(reader.event(), Answer::Read { xfer, bytes, descriptors, checksum });
+        // The owner's own pool is as it was.
+        assert_eq!(notified.wait(), Answer::Notified { payload: name, checksum: Mirror::new(2).checksum() });
+    }
+}
+
+fn reads_and_writes_of_one_pair_at_once(transport: &str) {
+    let (mut caller, mut peer) = pair(transport);
+    let (mut ours, mut theirs) = (Mirror::new(1), Mirror::new(2));
+    let mut posted = Vec::new();
+    for i in 0..20 {
+        // Our blocks 0.. go to theirs 40.., theirs 0.. come to our 80..
+        let there = coalesce([(2 * i, 40 + i)].into_iter(), BLOCK);
+        let here = coalesce([(80 + i, 2 * i)].into_iter(), BLOCK);
+        posted.push(caller.transfer(Direction::Write, 1, &format!("w{i}"), &there).xfer());
+        posted.push(caller.transfer(Direction::Read, 1, &format!("r{i}"), &here).xfer());
+        theirs.copy(&Mirror::new(1), &there);
+        ours.take(&Mirror::new(2), &here);
+    }
+    let notified = peer.begin_events(40);
+    let mut settled: Vec<u64> = (0..40).map(|_| caller.event().settled()).collect();
+    settled.sort_unstable();
+    posted.sort_unstable();
+    assert_eq!(settled, posted);
+    let payloads: HashSet<_> = notified.wait_all().into_iter().map(Answer::payload).collect();
+    assert_eq!(payloads, (0..20).flat_map(|i| [format!("w{i}"), format!("r{i}")]).collect());
+    assert_eq!((caller.checksum(), peer.checksum()), (ours.checksum(), theirs.checksum()));
+}
+
+fn the_lane_that_carried_the_bytes_is_known(transport: &str) {
+    let (mut caller, _peer) = pair(transport);
+    for direction in [Direction::Write, Direction::Read] {
+        let xfer = caller.transfer(direction, 1, "x", &spans(4, true)).xfer();
+        assert_eq!(caller.event().settled(), xfer);
+        let lane = caller.lane(direction);
+        let Some(expected) = transfer::registry::lanes(transport) else { continue };
+        let lane = lane.expect("UCX says what it uses");
+        assert!(lane.transports().all(|name| expected.carried_by(name)), "{lane:?} for {transport}");
+        assert_eq!(lane.emulated(), transport.ends_with("tcp") && direction == Direction::Read, "{lane:?}");
+    }
+}
+
 fn many_transfers_at_once_all_settle_and_notify(transport: &str) {
     let (mut writer, mut receiver) = pair(transport);
     let mut mirror = Mirror::new(2);
@@ -86,7 +141,10 @@ fn wrong_requests_are_refused_and_change_nothing(transport: &str) {
         (span(u64::MAX, 0, u64::MAX), "out_of_range"),
         (span(0, 0, 0), "empty_transfer"),
     ] {
-        assert_eq!(writer.post(1, "no", &spans), Answer::Error(label.into()), "{spans:?}");
+        for direction in [Direction::Write, Direction::Read] {
+            let refused = writer.transfer(direction, 1, "no", &spans);
+            assert_eq!(refused, Answer::Error(label.into()), "{direction:?} {spans:?}");
+        }
     }
     assert_eq!(writer.post(1, "no", &[]), Answer::Error("empty_transfer".into()));
     assert_eq!(writer.post(9, "no", &span(0, 0, 1)), Answer::Error("unknown_peer".into()));
@@ -136,10 +194,18 @@ fn two_peers_and_both_directions_at_once(transport: &str) {
 }
 
 fn a_killed_peer_fails_its_transfers_and_its_successor_works(transport: &str) {
+    killed_with_transfers(transport, Direction::Write);
+}
+
+fn a_killed_peer_fails_what_was_read_from_it(transport: &str) {
+    killed_with_transfers(transport, Direction::Read);
+}
+
+fn killed_with_transfers(transport: &str, direction: Direction) {
     let (mut writer, mut receiver) = pair(transport);
     let spans = spans(65, true);
     receiver.pause();
-    writer.post(1, "never", &spans).xfer();
+    writer.transfer(direction, 1, "never", &spans).xfer();
     receiver.kill();
 
     let killed = Instant::now();
@@ -147,7 +213,10 @@ fn a_killed_peer_fails_its_transfers_and_its_successor_works(transport: &str) {
     loop {
         match writer.event() {
             // What had left before the peer died may settle; then the next one must not.
-            Answer::Settled { .. } => drop(writer.post(1, "never", &spans).xfer()),
+            Answer::Settled { .. } | Answer::Read { .. } => {
+                writer.fill(1);
+                writer.transfer(direction, 1, "never", &spans).xfer();
+            }
             Answer::Failed { .. } => failed += 1,
             Answer::Lost { peer } => break assert_eq!(peer, 1),
             other => panic!("{other:?}"),
@@ -161,6 +230,8 @@ fn a_killed_peer_fails_its_transfers_and_its_successor_works(transport: &str) {
     assert!(failed > 0, "the peer was lost before its transfer failed");
     assert_eq!(writer.post(1, "gone", &spans), Answer::Error("unknown_peer".into()));
 
+    // Of a failed read anything may have come.
+    writer.fill(1);
     let mut successor = Host::start(transport, 4);
     assert_eq!(writer.add(2, &successor.metadata()), Answer::Ok);
     let xfer = writer.post(2, "again", &spans).xfer();
@@ -172,9 +243,17 @@ fn a_killed_peer_fails_its_transfers_and_its_successor_works(transport: &str) {
 }
 
 fn removing_a_peer_aborts_what_is_under_way(transport: &str) {
+    removed_with_transfers(transport, Direction::Write);
+}
+
+fn removing_a_peer_aborts_what_is_read_from_it(transport: &str) {
+    removed_with_transfers(transport, Direction::Read);
+}
+
+fn removed_with_transfers(transport: &str, direction: Direction) {
     let (mut writer, mut receiver) = pair(transport);
     receiver.pause();
-    let xfer = writer.post_then_remove(1, &spans(65, true)).xfer();
+    let xfer = writer.transfer_then_remove(direction, 1, &spans(65, true)).xfer();
     receiver.resume();
     assert_eq!(writer.event(), Answer::Failed { xfer, label: "aborted".into() });
     assert_eq!(writer.post(1, "gone", &spans(1, true)), Answer::Error("unknown_peer".into()));
@@ -194,11 +273,16 @@ macro_rules! conformance {
         mod $backend {
             conformance!(@tests $backend
                 writes_of_any_shape_arrive_before_their_notification
+                reads_of_any_shape_are_complete_when_they_settle
+                reads_and_writes_of_one_pair_at_once
+                the_lane_that_carried_the_bytes_is_known
                 many_transfers_at_once_all_settle_and_notify
                 wrong_requests_are_refused_and_change_nothing
                 two_peers_and_both_directions_at_once
                 a_killed_peer_fails_its_transfers_and_its_successor_works
+                a_killed_peer_fails_what_was_read_from_it
                 removing_a_peer_aborts_what_is_under_way
+                removing_a_peer_aborts_what_is_read_from_it
             );
         }
     )*};

@@ -48,6 +48,13 @@ impl Mirror {
         }
     }
 
+    /// What a read of `spans` from `peer` does.
+    pub fn take(&mut self, peer: &Self, spans: &[Span]) {
+        let turned: Vec<_> =
+            spans.iter().map(|s| Span { local: s.remote, remote: s.local, len: s.len }).collect();
+        self.copy(peer, &turned);
+    }
+
     pub fn checksum(&self) -> u64 {
         xxh3_64(&self.0)
     }
