@@ -78,6 +78,10 @@ void prepare(Block &b) {
         thread.state = State::Ready;
         thread.open.clear();
         thread.groups.clear();
+#if defined(__SANITIZE_ADDRESS__)
+        // The thread of the block before never returned from its first frames; what they marked is gone with it.
+        __asan_unpoison_memory_region(thread.stack + kStack - 32 * 1024, 32 * 1024);
+#endif
         // What the first switch pops: six registers and the address of `start`, with the stack as a call leaves it.
         void **top = reinterpret_cast<void **>(thread.stack + kStack - 64);
         *--top = nullptr;
@@ -98,6 +102,20 @@ void arrange(std::vector<unsigned> &order, const Block &b, uint32_t &random) {
     }
 }
 
+bool warps_race(const Block &b) { return b.schedule & 2; }
+
+// Resumes every thread of the warp that can run. False if none can.
+bool run_warp(Block &b, Warp &warp) {
+    bool ran = false;
+    for (Thread *thread : warp.lanes) {
+        if (!thread || thread->state != State::Ready) continue;
+        ran = true;
+        resume(b, *thread);
+        if (b.error[0]) return true;
+    }
+    return ran;
+}
+
 bool run_block(Block &b) {
     prepare(b);
     std::vector<unsigned> order(b.threads.size());
@@ -111,6 +129,10 @@ bool run_block(Block &b) {
             if (b.threads[i].state != State::Ready) continue;
             ran = true;
             resume(b, b.threads[i]);
+            if (b.error[0]) return false;
+            // A racing warp goes on until nothing of it can run, however far behind the others are.
+            while (warps_race(b) && run_warp(b, *b.threads[i].warp))
+                if (b.error[0]) return false;
             if (b.error[0]) return false;
         }
         if (b.at_barrier && b.at_barrier == b.live) {

@@ -13,6 +13,7 @@
 #include <vector>
 
 #if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
 
@@ -88,6 +89,8 @@ struct Block {
     unsigned char *shared = nullptr;
     size_t shared_size = 0;
     unsigned live = 0, at_barrier = 0;
+    // 0: threads run forward, 1: backward, else shuffled. An odd number copies early; 2 in it lets each warp run as far
+    // ahead of the others as barriers allow.
     unsigned schedule = 0;
     void (*entry)(void *) = nullptr;
     void *argument = nullptr;

@@ -21,7 +21,7 @@ const NORMS: Check = (&["norm.cu"], norms_are_wrong);
 
 /// True if some schedule shows the fault.
 fn is_found(mutation: Mutation, (files, wrong): Check) -> bool {
-    [0, 1, 7, 8].iter().any(|schedule| wrong(&faulty(mutation, files, *schedule)))
+    SCHEDULES.iter().any(|schedule| wrong(&faulty(mutation, files, *schedule)))
 }
 
 /// Set in the process that tries a fault.

@@ -19,6 +19,9 @@ const DEVICE: &str = "KVFERRY_TEST_DEVICE";
 /// Set in the process that runs with AddressSanitizer.
 pub const ASAN: &str = "KVFERRY_TEST_ASAN";
 
+/// Threads forward and backward; warps that race ahead of one another, with copies done late and early.
+pub const SCHEDULES: [u32; 4] = [0, 1, 6, 7];
+
 /// Runs a check on the GPU, or in several schedules of the emulator: forward, backward and shuffled.
 pub fn on_every_device(check: impl Fn(&Gpu)) {
     if let Ok(device) = std::env::var(DEVICE) {
@@ -26,7 +29,7 @@ pub fn on_every_device(check: impl Fn(&Gpu)) {
         return check(&Gpu::open(ordinal.expect("KVFERRY_TEST_DEVICE is cuda:N")).expect("the GPU opens"));
     }
     let library = library(None, &[]);
-    for schedule in [0, 1, 7, 8] {
+    for schedule in SCHEDULES {
         check(&Gpu::emulated(&library, schedule).expect("the emulator loads"));
     }
 }
