@@ -167,6 +167,11 @@ fn summarize_transfers(runs: &[&Run]) -> Option<TransferSummary> {
     })
 }
 
+/// The part of a transfer that computing did not hide.
+fn share(exposed_ms: f64, wire_ms: f64) -> Option<String> {
+    (wire_ms > 0.0).then(|| format!("{:.0}%", 100.0 * exposed_ms / wire_ms))
+}
+
 impl Report {
     /// Does nothing without a path.
     pub fn write_json(&self, path: Option<&Path>) -> Result<()> {
@@ -231,6 +236,7 @@ impl Report {
             "compute ms",
             "wire ms",
             "exposed ms",
+            "of wire",
             "GB/s",
         ]);
         for summary in &self.summary {
@@ -244,6 +250,7 @@ impl Report {
                 ms(transfers.compute_ms),
                 ms(transfers.wire_ms),
                 ms(transfers.exposed_ms),
+                or_dash(share(transfers.exposed_ms, transfers.wire_ms)),
                 or_dash(transfers.gb_per_s.map(|rate| format!("{rate:.2}"))),
             ]);
             table.row(row);

@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 /// One handoff, as the decode worker logged it under the request's id. Times as in the ticket protocol: microseconds
-/// on the prefill worker; `wire_us` is the sum over writes, `exposed_us` from the first token to the last write settled.
+/// on the prefill worker; `wire_us` is the time with a write under way, `exposed_us` from the first token to the last write's arrival.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Handoff {
     pub request_id: String,

@@ -16,9 +16,9 @@ pub struct Transfers {
     pub compute_ms: f64,
     /// Sum over writes: handing over to the transport.
     pub post_ms: f64,
-    /// Sum over writes: from handing over to settled; overlaps with compute, and with other writes.
+    /// Time during which a write was under way; most of it overlaps with compute.
     pub wire_ms: f64,
-    /// From the first token to the last write settled: what overlap did not hide.
+    /// From the first token to the last write's arrival: what overlap did not hide.
     pub exposed_ms: f64,
     pub failed_tickets: u64,
     /// Prompts that the decode worker computed itself after a failed handoff.

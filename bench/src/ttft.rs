@@ -87,9 +87,9 @@ whose range is as wide as the difference says nothing.
 
 The transfers' numbers are means over handoffs, taken from the decode worker's /metrics before and after: histograms \
 vllm:nixl_bytes_transferred, vllm:nixl_num_descriptors and kvferry:kv_transfer_seconds by stage. `writes` is from its \
-log (`KV received`), which --serve-arg=--log-level=warn silences. `wire` is the sum over a handoff's writes from posting \
-to settled; `GB/s` is bytes over that time, so writes that overlap each other count more than once. `exposed` is what \
-computing the prompt did not hide: from the first token to the last write settled.
+log (`KV received`), which --serve-arg=--log-level=warn silences. `wire` is the time during which a handoff's writes were \
+under way, `GB/s` its bytes over that. `exposed` is what computing the prompt did not hide, from the first token's \
+arrival at the decode worker to the last write's; `of wire` its share.
 
 Examples:
   bench ttft

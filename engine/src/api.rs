@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
+use crate::core::Fetch;
 use crate::handoff::{PrefillTiming, Totals};
 
 /// A row of the vocabulary.
@@ -83,6 +84,10 @@ pub struct GenerateRequest {
     pub sampling: SamplingParams,
     /// Requests with different salts never share cached blocks.
     pub cache_salt: Option<String>,
+    /// Keep the prompt's KV beyond the answer's end, for a decode worker to claim.
+    pub keep: bool,
+    /// Where the prompt's KV is to be had: it is read from there instead of computed.
+    pub fetch: Option<Fetch>,
     /// When the server took the request.
     pub arrival: Instant,
     /// The request ends with an error after this long.
@@ -136,6 +141,53 @@ pub struct Timeline {
     pub prefill: Option<PrefillTiming>,
     /// What was transferred.
     pub transfer: Option<Totals>,
+    /// The prompt's KV was to come from a prefill worker and was computed here, for this reason.
+    pub recomputed: Option<KvFault>,
+}
+
+/// Why no KV came from a prefill worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum KvFault {
+    LinkLost,
+    /// The prefill worker said no, or that it failed.
+    Refused,
+    /// What was written or offered is not what was granted or asked for.
+    Miscounted,
+    NotificationLost,
+    Checksum,
+    ReadFailed,
+    LeaseExpired,
+}
+
+impl KvFault {
+    /// Stable label for metrics and answers.
+    pub fn label(self) -> &'static str {
+        match self {
+            KvFault::LinkLost => "link_lost",
+            KvFault::Refused => "refused",
+            KvFault::Miscounted => "miscounted",
+            KvFault::NotificationLost => "notification_lost",
+            KvFault::Checksum => "checksum",
+            KvFault::ReadFailed => "read_failed",
+            KvFault::LeaseExpired => "lease_expired",
+        }
+    }
+}
+
+/// A prompt's KV that a prefill worker keeps for a decode worker to claim.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KeptKv {
+    /// Names it in the claim; never used twice.
+    pub name: String,
+    /// Blocks of the prefill worker, by position in the prompt.
+    pub blocks: Vec<u32>,
+    /// The prompt's length.
+    pub tokens: usize,
+    /// Of these, how many the prefill worker found in its cache.
+    pub cached_tokens: usize,
+    /// It is kept this long from now.
+    pub lease: Duration,
 }
 
 /// The part of an answer known when the request is over.
@@ -165,6 +217,8 @@ pub enum Output {
         stop_token: Option<TokenId>,
         usage: Usage,
         timeline: Timeline,
+        /// The prompt's KV, if it was to be kept.
+        kept: Option<Box<KeptKv>>,
     },
     Failed(RequestError),
 }

@@ -1,19 +1,35 @@
 //! What reaches the engine's thread.
 
+use std::time::Duration;
+
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::oneshot;
-use transfer::{DriverEvent, PeerId};
+use transfer::{Direction, DriverEvent, PeerId};
 
 use crate::handle::{RequestId, Submission};
 use crate::handoff::PeerMessage;
+use crate::kv_events::KvSnapshot;
 
 /// What a peer is to us.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PeerRole {
     /// It computes prompts for us.
-    Prefill,
+    Prefill(PrefillLink),
     /// We compute prompts for it.
     Decode,
+}
+
+/// What a decode worker knows of a prefill worker it is linked to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PrefillLink {
+    /// Who moves the KV of prompts computed there.
+    pub direction: Direction,
+    /// The longest prompt that it takes.
+    pub max_prompt: usize,
+    /// How long it keeps a ticket's blocks after the last renewal.
+    pub lease: Duration,
+    /// It was linked to for KV that it keeps; no prompts are sent there.
+    pub on_demand: bool,
 }
 
 /// Everything that can happen, in the order in which the engine hears of it.
@@ -21,6 +37,8 @@ pub enum PeerRole {
 pub enum Event {
     Submit(Submission),
     Abort(RequestId),
+    /// The text has ended, as its reader knows.
+    Finish(RequestId),
     /// A link stands and the transport knows the peer. Messages to it go into `outbox`, which is bounded by the
     /// protocol: a few messages a ticket.
     PeerUp {
@@ -43,6 +61,8 @@ pub enum Event {
     },
     Transfer(DriverEvent),
     ResetPrefixCache,
+    /// Answer with what is in the prefix cache.
+    KvSnapshot(oneshot::Sender<KvSnapshot>),
     /// End the thread; running requests fail.
     Stop,
 }

@@ -5,9 +5,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::Sender;
 
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::sync::oneshot;
 
 use crate::api::{GenerateRequest, Output, RequestError, TokenId};
 use crate::event::Event;
+use crate::kv_events::KvSnapshot;
 use crate::metrics::Metrics;
 
 /// As many alternatives as OpenAI and vLLM give; each costs a place in every token's event.
@@ -89,12 +91,19 @@ impl EngineHandle {
             self.shared.waiting.fetch_sub(1, Ordering::Relaxed);
             return Err(RequestError::ShuttingDown);
         }
-        Ok(OutputStream { id, receiver, events: self.shared.events.clone(), finished: false })
+        Ok(OutputStream { id, receiver, events: self.shared.events.clone(), finished: false, ending: false })
     }
 
     /// From now on `submit` refuses; running requests go on.
     pub fn drain(&self) {
         self.shared.draining.store(true, Ordering::SeqCst);
+    }
+
+    /// What is in the prefix cache now; `None` if the engine cannot say (it ended, or its events are far behind).
+    pub async fn kv_snapshot(&self) -> Option<KvSnapshot> {
+        let (reply, answer) = oneshot::channel();
+        self.shared.events.send(Event::KvSnapshot(reply)).ok()?;
+        answer.await.ok()
     }
 
     /// Sends an event to the engine's thread; false if the thread is gone.
@@ -147,6 +156,8 @@ pub struct OutputStream {
     receiver: UnboundedReceiver<Output>,
     events: Sender<Event>,
     finished: bool,
+    /// The engine was told to finish.
+    ending: bool,
 }
 
 impl OutputStream {
@@ -166,6 +177,14 @@ impl OutputStream {
         Some(output)
     }
 
+    /// Ends the request as its text's end would: nothing more is generated, and `Finished` is its last output, which the
+    /// caller may await or not. Dropping the stream does not abort it any more.
+    pub fn finish(&mut self) {
+        if !self.finished && !std::mem::replace(&mut self.ending, true) {
+            let _ = self.events.send(Event::Finish(self.id));
+        }
+    }
+
     /// What has arrived already, without waiting.
     pub fn try_next(&mut self) -> Option<Output> {
         if self.finished {
@@ -179,7 +198,7 @@ impl OutputStream {
 
 impl Drop for OutputStream {
     fn drop(&mut self) {
-        if !self.finished {
+        if !self.finished && !self.ending {
             let _ = self.events.send(Event::Abort(self.id));
         }
     }

@@ -3,6 +3,7 @@
 //! * [`api`], [`handle`]: what callers see.
 //! * [`core`]: the pure state machine. Events in, plans and effects out; no clock, RNG, IO or lock.
 //! * [`pool`], [`hash`]: blocks, their owners and the prefix cache.
+//! * [`kv_events`]: what happens in the prefix cache, for indexes elsewhere.
 //! * [`handoff`]: the ticket protocol between prefill and decode workers, as messages.
 //! * [`service`]: the one thread that owns a core, a [`runner`] and the transfer driver.
 //!
@@ -17,6 +18,7 @@ pub mod event;
 pub mod handle;
 pub mod handoff;
 pub mod hash;
+pub mod kv_events;
 pub mod metrics;
 pub mod pool;
 pub mod request;
@@ -24,6 +26,7 @@ pub mod runner;
 pub mod sampler;
 pub mod service;
 pub mod sim;
+pub mod ticket;
 
 pub use api::{
     FinishReason, GenerateRequest, Output, RequestError, SamplingParams, Timeline, TokenId, Usage,

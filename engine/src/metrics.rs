@@ -9,7 +9,7 @@ use prometheus::{
     Registry,
 };
 
-use crate::api::{FinishReason, RequestError, Timeline, Usage};
+use crate::api::{FinishReason, KvFault, RequestError, Timeline, Usage};
 use crate::core::{Core, Counters};
 use crate::handoff::{PrefillTiming, Totals};
 
@@ -61,6 +61,10 @@ pub struct Metrics {
     params_max_tokens: Histogram,
     prompt_tokens: Histogram,
     generation_tokens: Histogram,
+    ticket_faults: IntCounterVec,
+    stale: IntCounterVec,
+    kept: IntGauge,
+    writes_in_flight: IntGauge,
     transfer_seconds: HistogramVec,
     transfer_bytes: Histogram,
     transfer_descriptors: Histogram,
@@ -81,7 +85,14 @@ const MIRRORED: &[(&str, &str)] = &[
     ("kvferry:tickets_opened_total", "Prompts handed to a prefill worker."),
     ("kvferry:tickets_failed_total", "Handoffs that brought no KV."),
     ("kvferry:prompts_recomputed_total", "Prompts computed here after a failed handoff."),
-    ("kvferry:stale_messages_total", "Messages about tickets that are not known any more."),
+    ("kvferry:prompts_too_long_for_prefill_total", "Prompts longer than any prefill worker takes."),
+    ("kvferry:kv_checksum_mismatches_total", "Transfers whose bytes did not have their checksums."),
+    ("kvferry:prompts_kept_total", "Prompts whose KV was kept for a decode worker to claim."),
+    ("vllm:nixl_num_kv_expired_reqs_total", "Tickets and kept prompts given up when their lease ran out."),
+    (
+        "vllm:nixl_num_notifications_after_expiry_total",
+        "Claims and last messages about what had expired or was over.",
+    ),
     ("vllm:nixl_num_failed_transfers_total", "KV transfers that failed."),
 ];
 
@@ -173,6 +184,37 @@ impl Metrics {
             decode: histogram(r, "vllm:request_decode_time_seconds", "First to last token.", LATENCY),
             prompt_tokens: histogram(r, "vllm:request_prompt_tokens", "Prompt tokens of a request.", TOKENS),
             generation_tokens: histogram(r, "vllm:request_generation_tokens", "Tokens of an answer.", TOKENS),
+            ticket_faults: register(
+                r,
+                IntCounterVec::new(
+                    Opts::new("kvferry:ticket_faults_total", "Handoffs that brought no KV, by reason."),
+                    &["reason"],
+                ),
+            ),
+            stale: register(
+                r,
+                IntCounterVec::new(
+                    Opts::new(
+                        "kvferry:stale_messages_total",
+                        "Messages about tickets that nothing waits for: come twice, over, or never known.",
+                    ),
+                    &["kind"],
+                ),
+            ),
+            kept: register(
+                r,
+                IntGauge::new(
+                    "kvferry:prompts_kept",
+                    "Prompts whose KV waits for a decode worker to claim it.",
+                ),
+            ),
+            writes_in_flight: register(
+                r,
+                IntGauge::new(
+                    "kvferry:kv_writes_in_flight",
+                    "KV writes that were posted and have not settled.",
+                ),
+            ),
             transfer_seconds: register(
                 r,
                 HistogramVec::new(
@@ -271,8 +313,15 @@ impl Metrics {
         self.counters["vllm:nixl_num_failed_transfers_total"].inc();
     }
 
+    /// A ticket of ours brought no KV.
+    pub fn ticket_failed(&self, fault: KvFault) {
+        self.ticket_faults.with_label_values(&[fault.label()]).inc();
+    }
+
     /// Takes over the core's counts after a step.
     pub fn sync(&self, core: &Core) {
+        self.kept.set(core.num_kept() as i64);
+        self.writes_in_flight.set(core.writes_in_flight() as i64);
         self.running.set(core.num_running() as i64);
         self.waiting.set(core.num_waiting() as i64);
         self.waiting_by_reason.with_label_values(&["capacity"]).set(core.num_waiting() as i64);
@@ -318,9 +367,28 @@ impl Metrics {
             ("kvferry:tickets_opened_total", now.tickets_opened, seen.tickets_opened),
             ("kvferry:tickets_failed_total", now.tickets_failed, seen.tickets_failed),
             ("kvferry:prompts_recomputed_total", now.recomputed, seen.recomputed),
-            ("kvferry:stale_messages_total", now.stale_messages, seen.stale_messages),
+            (
+                "kvferry:prompts_too_long_for_prefill_total",
+                now.prompts_too_long_for_prefill,
+                seen.prompts_too_long_for_prefill,
+            ),
+            ("kvferry:kv_checksum_mismatches_total", now.checksum_mismatches, seen.checksum_mismatches),
+            ("kvferry:prompts_kept_total", now.prompts_kept, seen.prompts_kept),
+            ("vllm:nixl_num_kv_expired_reqs_total", now.kv_expired, seen.kv_expired),
+            (
+                "vllm:nixl_num_notifications_after_expiry_total",
+                now.notified_after_expiry,
+                seen.notified_after_expiry,
+            ),
         ] {
             self.counters[name].inc_by(now - seen);
+        }
+        for (kind, now, seen) in [
+            ("duplicate", now.stale_duplicate, seen.stale_duplicate),
+            ("late", now.stale_late, seen.stale_late),
+            ("unknown", now.stale_unknown, seen.stale_unknown),
+        ] {
+            self.stale.with_label_values(&[kind]).inc_by(now - seen);
         }
         for (source, now, seen) in [
             ("local_compute", now.prompt_tokens_computed, seen.prompt_tokens_computed),

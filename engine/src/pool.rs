@@ -7,6 +7,7 @@ use std::collections::HashMap;
 
 use crate::api::TokenId;
 use crate::hash::BlockHash;
+use crate::kv_events::{self, KvChains, KvLog};
 
 /// A block of the KV pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -71,6 +72,8 @@ pub struct BlockPool {
     first: Option<u32>,
     last: Option<u32>,
     account: Account,
+    /// What became findable and what can be found no more.
+    pub log: KvLog,
 }
 
 impl BlockPool {
@@ -83,6 +86,7 @@ impl BlockPool {
             first: None,
             last: None,
             account: Account::default(),
+            log: KvLog::default(),
         };
         for id in 0..num_blocks as u32 {
             pool.append(id);
@@ -144,6 +148,7 @@ impl BlockPool {
             match self.blocks[id as usize].content.take() {
                 Some(content) => {
                     self.names.remove(&content.hash);
+                    self.log.removed(content.hash);
                     self.account.cached -= 1;
                 }
                 None => self.account.free -= 1,
@@ -162,18 +167,21 @@ impl BlockPool {
         self.set_held(id, holder);
     }
 
-    /// Makes a running block's content findable. If the same content is cached in another block, that one stays.
-    pub fn seal(&mut self, id: BlockId, parent: BlockHash, hash: BlockHash, tokens: &[TokenId]) {
+    /// Makes a running block's content findable. If the same content is cached in another block, that one stays, and
+    /// the answer is false.
+    pub fn seal(&mut self, id: BlockId, parent: BlockHash, hash: BlockHash, tokens: &[TokenId]) -> bool {
         let block = &mut self.blocks[id.0 as usize];
         assert!(
             block.state == State::Held(Holder::Running),
             "sealing {id:?}, {:?}. This is a bug.",
             block.state
         );
-        if block.content.is_none() && !self.names.contains_key(&hash) {
+        let new = block.content.is_none() && !self.names.contains_key(&hash);
+        if new {
             block.content = Some(Content { hash, parent, tokens: tokens.into() });
             self.names.insert(hash, id);
         }
+        new
     }
 
     /// Gives up one hold. With the last one the block becomes cached, or free if it has no content.
@@ -203,6 +211,7 @@ impl BlockPool {
     /// Forgets all cached content. Blocks in use keep theirs, but it cannot be found any more.
     pub fn reset_cache(&mut self) {
         self.names.clear();
+        self.log.cleared();
         for block in &mut self.blocks {
             if block.content.take().is_some() && block.state == State::Reusable {
                 self.account.cached -= 1;
@@ -211,12 +220,25 @@ impl BlockPool {
         }
     }
 
+    /// All that can be found, as chains.
+    pub fn chains(&self) -> KvChains {
+        let content = |id: &BlockId| self.blocks[id.0 as usize].content.as_ref();
+        kv_events::chains(
+            self.names.values().filter_map(content).map(|content| (content.hash, content.parent)),
+        )
+    }
+
     /// What the block is held for; `None` if nobody holds it.
     pub fn holder(&self, id: BlockId) -> Option<Holder> {
         match self.blocks[id.0 as usize].state {
             State::Held(holder) => Some(holder),
             State::Reusable => None,
         }
+    }
+
+    /// How many block tables hold the block.
+    pub fn holders(&self, id: BlockId) -> u32 {
+        self.blocks[id.0 as usize].holders
     }
 
     /// Recounts everything from the blocks themselves. Panics, naming what differs: for tests and `--check-invariants`.
@@ -302,3 +324,7 @@ impl BlockPool {
         }
     }
 }
+
+#[cfg(test)]
+#[path = "pool_tests.rs"]
+mod tests;

@@ -2,25 +2,23 @@
 
 use std::time::Duration;
 
-use transfer::PeerId;
-
 use crate::api::{FinishReason, SamplingParams, Timeline, TokenId};
 use crate::handle::RequestId;
-use crate::handoff::{PrefillTiming, TicketId, Totals};
 use crate::hash::{self, BlockHash};
 use crate::pool::BlockId;
+use crate::ticket::{Push, Remote};
 
 /// Where a request stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
     /// In the queue; holds no block.
     Waiting,
-    /// A prefill worker computes the prompt; holds no running slot, and blocks only once granted.
+    /// A prefill worker computes the prompt, or has computed it; holds no running slot, and blocks only once granted.
     Remote,
     /// All KV is here, no running slot yet.
     Ready,
     Running,
-    /// (Prefill worker) computed; its blocks are pinned until the writes settle.
+    /// (Prefill worker) computed; its blocks are pinned until the writes settle, or the decode worker has read them.
     Pushing,
 }
 
@@ -31,68 +29,6 @@ pub enum Origin {
     Client,
     /// A decode worker: this process computes the prompt for it.
     Ticket(Box<Push>),
-}
-
-/// (Prefill worker) the state of a ticket.
-#[derive(Debug)]
-pub struct Push {
-    pub peer: PeerId,
-    pub ticket: TicketId,
-    pub grant: Option<Grant>,
-    /// Prompt blocks `..pushed` need no further write.
-    pub pushed: usize,
-    /// Writes posted and not settled.
-    pub in_flight: usize,
-    pub totals: Totals,
-    pub post: Duration,
-    pub wire: Duration,
-    /// Why the ticket ends without `Complete`, once that is so.
-    pub ending: Option<Ending>,
-    /// True after a write failed: the bytes may still be on their way.
-    pub unclean: bool,
-    pub first_token_at: Option<Duration>,
-    /// When the last write was handed over.
-    pub posted_at: Duration,
-    /// When the last of the writes so far had settled, by the transport's clock.
-    pub settled_at: Duration,
-}
-
-/// Where the decode worker wants the prompt's blocks from `first_block` on.
-#[derive(Debug)]
-pub struct Grant {
-    pub first_block: usize,
-    pub blocks: Vec<u32>,
-}
-
-/// How a ticket ends other than by completion.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Ending {
-    /// The decode worker, or the first token, ended the request.
-    Ended,
-    Failed(String),
-    /// The peer is gone: nobody to tell.
-    PeerLost,
-}
-
-/// (Decode worker) the prompt's KV is made by a prefill worker.
-#[derive(Debug)]
-pub struct Remote {
-    pub peer: PeerId,
-    pub ticket: TicketId,
-    /// Index in the block table of the first granted block; earlier ones were cached here. `None`: no grant yet.
-    pub granted_from: Option<usize>,
-    /// What `Complete` said, if it came before the last notification: then nothing more is written.
-    pub complete: Option<Completed>,
-    /// For each granted block, whether a notification has named it.
-    pub arrived: Vec<bool>,
-}
-
-/// A prefill worker's word that a ticket's KV is written.
-#[derive(Clone, Copy, Debug)]
-pub struct Completed {
-    pub at: Duration,
-    pub totals: Totals,
-    pub timing: PrefillTiming,
 }
 
 /// One sequence: its tokens, its blocks and how far it is.
@@ -115,6 +51,8 @@ pub struct Request {
     pub cache_salt: Option<String>,
     pub seed: u64,
     pub remote: Option<Remote>,
+    /// (Prefill worker) keep the prompt's KV for a decode worker that will claim it.
+    pub keep: bool,
     /// Set once remote prefill was given up: the prompt is computed here.
     pub local_only: bool,
     /// It left the queue once; coming back after preemption does not count.
@@ -122,6 +60,8 @@ pub struct Request {
     /// Prompt tokens found in a cache by the first schedule (here, or on the prefill worker).
     pub cached_tokens: Option<usize>,
     pub transferred_tokens: usize,
+    /// Prompt tokens that the worker which keeps the KV found in its cache.
+    pub cached_elsewhere: usize,
     pub arrival: Duration,
     pub deadline: Duration,
     pub timeline: Timeline,
@@ -137,6 +77,7 @@ pub struct NewRequest {
     pub sampling: SamplingParams,
     pub cache_salt: Option<String>,
     pub seed: u64,
+    pub keep: bool,
     pub arrival: Duration,
     pub deadline: Duration,
 }
@@ -158,10 +99,12 @@ impl Request {
             cache_salt: new.cache_salt,
             seed: new.seed,
             remote: None,
+            keep: new.keep,
             local_only: false,
             dequeued: false,
             cached_tokens: None,
             transferred_tokens: 0,
+            cached_elsewhere: 0,
             arrival: new.arrival,
             deadline: new.deadline,
             timeline: Timeline::default(),

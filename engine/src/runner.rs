@@ -12,9 +12,15 @@ use crate::sampler::{Sampled, Vocabulary, uniform};
 pub trait Runner: Send {
     /// Writes the KV of the plan's tokens and returns one token (or why there is none) for each of `plan.samples`.
     ///
+    /// Calls `progress(n)` with rising `n` when the KV of layers `..n` is in the pool and can be moved; how often, and
+    /// whether at all, is its choice.
+    ///
     /// Errors: the step failed as a whole; its KV must not be used.
-    fn run(&mut self, plan: &Plan) -> Result<Vec<Result<Sampled, String>>, String>;
+    fn run(&mut self, plan: &Plan, progress: Progress<'_>) -> Result<Vec<Result<Sampled, String>>, String>;
 }
+
+/// Told of layers that are finished while a step computes.
+pub type Progress<'a> = &'a mut dyn FnMut(usize);
 
 /// A model on its device, with the pool that holds its KV.
 pub struct ModelRunner {
@@ -30,14 +36,14 @@ impl ModelRunner {
 }
 
 impl Runner for ModelRunner {
-    fn run(&mut self, plan: &Plan) -> Result<Vec<Result<Sampled, String>>, String> {
+    fn run(&mut self, plan: &Plan, progress: Progress<'_>) -> Result<Vec<Result<Sampled, String>>, String> {
         let batch = Batch {
             tokens: plan.tokens.clone(),
             meta: Arc::new(plan.meta.clone()),
             logits_rows: plan.samples.iter().map(|sample| sample.row).collect(),
         };
         let draws: Vec<Option<Draw>> = plan.samples.iter().map(draw).collect();
-        let mut answer = self.model.step(&batch, &draws, &self.pool)?;
+        let mut answer = self.model.step(&batch, &draws, &self.pool, progress)?;
         let mut logits = answer.logits.chunks_exact_mut(self.vocabulary.size());
         let token = |(row, sample): (&Row, &SampleRow)| -> Result<Sampled, String> {
             match row {

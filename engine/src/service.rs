@@ -1,6 +1,10 @@
 //! The engine's thread: it owns the core and the runner; events come in over one channel.
 
-use std::collections::HashMap;
+mod checksum;
+mod effects;
+mod transfers;
+
+use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -11,15 +15,19 @@ use std::time::{Duration, Instant};
 use kernels::KvPool;
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::oneshot;
-use transfer::{DeviceMemory, DriverEvent, DriverHandle, PeerId, Region};
+use transfer::{DeviceMemory, DriverHandle, PeerId, Region};
 
 use crate::api::{Output, RequestError};
-use crate::core::{Core, CoreConfig, Effect, Input, Submit, Written};
+use crate::core::{Core, CoreConfig, Input, Plan, Submit};
 use crate::event::Event;
 use crate::handle::{EngineHandle, EngineInfo, RequestId, Submission};
-use crate::handoff::PeerMessage;
+use crate::handoff::{PeerMessage, ToDecode};
+use crate::kv_events::KvEventSink;
 use crate::metrics::Metrics;
 use crate::runner::Runner;
+use crate::sampler::Sampled;
+
+use self::transfers::Posted;
 
 /// How long the thread sleeps at most while requests wait for something else: deadlines are looked at this often.
 const TICK: Duration = Duration::from_millis(20);
@@ -30,8 +38,12 @@ pub struct Parts {
     pub info: EngineInfo,
     pub metrics: Arc<Metrics>,
     pub runner: Box<dyn Runner>,
+    /// For checksums; `None` where nothing has bytes to sum.
+    pub pool: Option<Arc<KvPool>>,
     /// Moves KV; `None` where the engine has no peers.
     pub driver: Option<DriverHandle>,
+    /// Where changes of the prefix cache go, if anybody wants them.
+    pub kv_events: Option<KvEventSink>,
 }
 
 /// Both ends of an engine's event channel: the transfer driver needs the sending one before the engine starts.
@@ -86,10 +98,21 @@ pub fn spawn(parts: Parts, events: Sender<Event>, queue: Receiver<Event>) -> Eng
     let waiting = Arc::new(AtomicUsize::new(0));
     let alive = Arc::new(AtomicBool::new(true));
     let handle = EngineHandle::new(events, parts.info, parts.metrics.clone(), waiting.clone(), alive.clone());
+    let block_bytes = parts.config.block_bytes;
+    let mut core = Core::new(parts.config);
+    if parts.kv_events.is_some() {
+        core.record_kv_events();
+    }
     let service = Service {
-        core: Core::new(parts.config),
-        runner: parts.runner,
+        block_bytes,
+        core,
+        runner: Some(parts.runner),
+        pool: parts.pool,
         driver: parts.driver,
+        kv_events: parts.kv_events,
+        posted: HashMap::new(),
+        next_tag: 0,
+        deferred: VecDeque::new(),
         metrics: parts.metrics,
         waiting,
         alive,
@@ -98,6 +121,7 @@ pub fn spawn(parts: Parts, events: Sender<Event>, queue: Receiver<Event>) -> Eng
         idle_waiters: Vec::new(),
         started: Instant::now(),
         expected_traffic: false,
+        nudge: false,
         stopping: false,
     };
     let thread = std::thread::Builder::new().name("engine".into()).spawn(move || service.run(&queue));
@@ -114,8 +138,17 @@ struct Stream {
 
 struct Service {
     core: Core,
-    runner: Box<dyn Runner>,
+    /// Taken out while a step runs.
+    runner: Option<Box<dyn Runner>>,
+    pool: Option<Arc<KvPool>>,
+    block_bytes: u64,
     driver: Option<DriverHandle>,
+    kv_events: Option<KvEventSink>,
+    /// Transfers under way, by the tag they were posted with.
+    posted: HashMap<u64, Posted>,
+    next_tag: u64,
+    /// Events that arrived during a step and must wait for its end, in order.
+    deferred: VecDeque<Event>,
     metrics: Arc<Metrics>,
     /// Requests in the queue, shared with the handle that checks the limit.
     waiting: Arc<AtomicUsize>,
@@ -126,6 +159,8 @@ struct Service {
     idle_waiters: Vec<(PeerId, oneshot::Sender<()>)>,
     started: Instant,
     expected_traffic: bool,
+    /// A first token came: the rest of its KV is about to.
+    nudge: bool,
     stopping: bool,
 }
 
@@ -136,7 +171,7 @@ impl Service {
         let outcome = catch_unwind(AssertUnwindSafe(|| {
             while !self.stopping {
                 self.take_events(queue);
-                self.step();
+                self.step(queue);
             }
             self.core.fail_all(&RequestError::ShuttingDown);
             self.carry_out();
@@ -154,6 +189,9 @@ impl Service {
 
     /// Waits for an event if there is nothing to compute, then takes all that are there.
     fn take_events(&mut self, queue: &Receiver<Event>) {
+        while let Some(event) = self.deferred.pop_front() {
+            self.handle(event);
+        }
         if self.core.num_running() == 0 && self.core.num_waiting() == 0 {
             let first = match self.core.is_empty() {
                 true => queue.recv().map_err(|_| RecvTimeoutError::Disconnected),
@@ -170,14 +208,14 @@ impl Service {
         }
     }
 
-    fn step(&mut self) {
+    fn step(&mut self, queue: &Receiver<Event>) {
         self.carry_out();
         let now = self.started.elapsed();
         let plan = self.core.plan(now);
         self.carry_out();
         match plan {
             Some(plan) => {
-                match self.runner.run(&plan) {
+                match self.compute(&plan, queue) {
                     Ok(sampled) => {
                         self.metrics.stepped(plan.tokens.len());
                         self.core.commit(&plan, sampled, self.started.elapsed());
@@ -196,16 +234,48 @@ impl Service {
         self.metrics.sync(&self.core);
     }
 
+    /// Runs a step. As its layers finish their KV is posted, and events that touch nothing of the step are handled: a grant
+    /// that comes a moment late, or another request's first token, does not wait for the step's end.
+    fn compute(
+        &mut self,
+        plan: &Plan,
+        queue: &Receiver<Event>,
+    ) -> Result<Vec<Result<Sampled, String>>, String> {
+        let mut runner = self.runner.take().expect("put back after each step. This is a bug.");
+        let outcome = runner.run(plan, &mut |layers| {
+            self.take_events_in_step(queue);
+            self.core.layers_done(plan, layers, self.started.elapsed());
+            self.carry_out();
+        });
+        self.runner = Some(runner);
+        outcome
+    }
+
+    /// Handles what may be handled now. What follows an event that may not waits with it: order is kept.
+    fn take_events_in_step(&mut self, queue: &Receiver<Event>) {
+        while let Ok(event) = queue.try_recv() {
+            match self.deferred.is_empty() && self.may_handle_in_step(&event) {
+                true => self.handle(event),
+                false => self.deferred.push_back(event),
+            }
+        }
+    }
+
     fn handle(&mut self, event: Event) {
         let now = self.started.elapsed();
         let input = match event {
             Event::Submit(submission) => return self.submit(submission, now),
+            Event::Message { peer, message } => {
+                self.nudge |= matches!(message, PeerMessage::ToDecode(ToDecode::FirstToken { .. }));
+                message_input(peer, message)
+            }
             Event::Abort(id) => {
                 if let Some(stream) = self.streams.remove(&id) {
                     tracing::debug!(request_id = stream.request_id, "the client left");
                 }
                 Input::Abort(id)
             }
+            Event::Finish(id) => Input::Finish(id),
             Event::PeerUp { peer, role, outbox } => {
                 self.outboxes.insert(peer, outbox);
                 Input::PeerUp(peer, role)
@@ -219,17 +289,12 @@ impl Service {
                 Input::PeerGone(peer)
             }
             Event::AwaitIdle { peer, reply } => return self.idle_waiters.push((peer, reply)),
-            Event::Message { peer, message: PeerMessage::ToPrefill(message) } => {
-                Input::FromDecode(peer, message)
-            }
-            Event::Message { peer, message: PeerMessage::ToDecode(message) } => {
-                Input::FromPrefill(peer, message)
-            }
             Event::Transfer(event) => match self.transfer_input(event) {
                 Some(input) => input,
                 None => return,
             },
             Event::ResetPrefixCache => Input::ResetPrefixCache,
+            Event::KvSnapshot(reply) => return self.snapshot(reply),
             Event::Stop => {
                 self.stopping = true;
                 return;
@@ -254,33 +319,13 @@ impl Service {
             sampling: request.sampling,
             cache_salt: request.cache_salt,
             seed,
+            keep: request.keep,
+            fetch: request.fetch,
             arrival,
             deadline: arrival + request.timeout,
         };
         self.core.apply(Input::Submit(submit), now);
         self.carry_out();
-    }
-
-    fn transfer_input(&mut self, event: DriverEvent) -> Option<Input> {
-        match event {
-            DriverEvent::Settled { tag, result, .. } => {
-                let result = match result {
-                    Ok(stats) => Ok(Written { post: stats.post, wire: stats.wire }),
-                    Err(error) => {
-                        self.metrics.transfer_failed();
-                        Err(error.to_string())
-                    }
-                };
-                Some(Input::Settled { id: RequestId(tag), result })
-            }
-            DriverEvent::Notified { payload } => Some(Input::Notified(payload)),
-            DriverEvent::PeerLost { peer, error } => {
-                tracing::warn!(?peer, %error, "the KV transport lost a peer");
-                // Closing the link makes both sides start over with a new handshake.
-                self.outboxes.remove(&peer);
-                None
-            }
-        }
     }
 
     /// The peer's link is closed: nothing is sent to it any more, and writes to it are given up.
@@ -292,102 +337,11 @@ impl Service {
             tracing::warn!(?peer, %error, "cannot remove a peer from the KV transport");
         }
     }
+}
 
-    fn carry_out(&mut self) {
-        for effect in self.core.take_effects() {
-            self.carry_out_one(effect);
-        }
-        let core = &self.core;
-        for (_, reply) in self.idle_waiters.extract_if(.., |(peer, _)| core.is_idle_for(*peer)) {
-            // Whoever asked may have given up.
-            let _ = reply.send(());
-        }
-        let expected = self.core.expects_traffic();
-        if expected != self.expected_traffic
-            && let Some(driver) = &self.driver
-        {
-            self.expected_traffic = expected;
-            if let Err(error) = driver.expect_traffic(usize::from(expected)) {
-                tracing::error!(%error, "the KV transfer thread is gone");
-            }
-        }
-    }
-
-    fn carry_out_one(&mut self, effect: Effect) {
-        match effect {
-            Effect::Output(id, output) => self.output(id, output),
-            Effect::Dequeued(_) => drop(self.waiting.fetch_sub(1, Ordering::Relaxed)),
-            Effect::Send(peer, message) => {
-                if let Some(outbox) = self.outboxes.get(&peer)
-                    && outbox.send(message).is_err()
-                {
-                    // The link's end is on its way as an event.
-                    self.outboxes.remove(&peer);
-                }
-            }
-            Effect::Post { id, peer, spans, note } => self.post(id, peer, spans, note),
-            Effect::DropPeer(peer) => drop(self.outboxes.remove(&peer)),
-            Effect::Pushed(totals, timing) => self.metrics.transferred(&totals, &timing),
-            Effect::Received { request_id, totals, timing } => {
-                tracing::info!(
-                    request_id,
-                    bytes = totals.bytes,
-                    descriptors = totals.descriptors,
-                    writes = totals.writes,
-                    compute_us = timing.compute_us,
-                    wire_us = timing.wire_us,
-                    exposed_us = timing.exposed_us,
-                    "KV received"
-                );
-                self.metrics.transferred(&totals, &timing);
-            }
-        }
-    }
-
-    fn post(&mut self, id: RequestId, peer: PeerId, spans: Vec<transfer::Span>, note: Vec<u8>) {
-        let posted = match &self.driver {
-            Some(driver) => driver.post_write(peer, spans, note, id.0).map_err(|error| error.to_string()),
-            None => Err("this worker has no KV transport".to_owned()),
-        };
-        if let Err(reason) = posted {
-            let input = Input::Settled { id, result: Err(reason) };
-            self.core.apply(input, self.started.elapsed());
-        }
-    }
-
-    fn output(&mut self, id: RequestId, output: Output) {
-        let Some(stream) = self.streams.get_mut(&id) else { return };
-        match &output {
-            Output::Token { .. } => {
-                let now = Instant::now();
-                match stream.last_token.replace(now) {
-                    None => self.metrics.first_token(now - stream.arrival),
-                    Some(before) => self.metrics.next_token(now - before),
-                }
-            }
-            Output::Finished { reason, usage, timeline, .. } => {
-                self.metrics.finished(*reason, usage, timeline);
-                tracing::info!(
-                    request_id = stream.request_id,
-                    reason = reason.as_str(),
-                    prompt_tokens = usage.prompt_tokens,
-                    cached_tokens = usage.cached_tokens,
-                    transferred_tokens = usage.transferred_tokens,
-                    completion_tokens = usage.completion_tokens,
-                    ?timeline,
-                    "finished"
-                );
-            }
-            Output::Failed(error) => {
-                self.metrics.refused(error);
-                tracing::warn!(request_id = stream.request_id, %error, "failed");
-            }
-        }
-        let last = !matches!(output, Output::Token { .. });
-        // A client that has left is aborted by its own event.
-        let _ = stream.outputs.send(output);
-        if last {
-            self.streams.remove(&id);
-        }
+fn message_input(peer: PeerId, message: PeerMessage) -> Input {
+    match message {
+        PeerMessage::ToPrefill(message) => Input::FromDecode(peer, message),
+        PeerMessage::ToDecode(message) => Input::FromPrefill(peer, message),
     }
 }

@@ -2,6 +2,8 @@
 
 mod lru;
 
+use proptest::prelude::*;
+
 #[test]
 fn cached_tokens_on_a_trace_are_those_of_an_lru_simulation() {
     let trace = include_str!("fixtures/mooncake_conv_first40_div32.jsonl");
@@ -16,4 +18,23 @@ fn cached_tokens_on_a_trace_are_those_of_an_lru_simulation() {
         totals.push(hits.iter().sum::<usize>());
     }
     assert!(totals.is_sorted() && totals[0] < totals[3], "more blocks hit more: {totals:?}");
+}
+
+/// A prompt: the start of one of a few long texts, then something of its own.
+fn prompt(&(text, shared, own): &(u32, usize, usize)) -> Vec<u32> {
+    let shared_part = (0..shared as u32).map(|i| text * 1000 + i);
+    shared_part.chain((0..own as u32).map(|i| 50_000 + text + 3 * i)).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 1000, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn cached_tokens_of_random_prompts_are_those_of_an_lru_simulation(
+        prompts in prop::collection::vec((0..4u32, 0..200usize, 1..60usize), 1..60),
+        num_blocks in 1..60usize,
+    ) {
+        let prompts: Vec<_> = prompts.iter().map(prompt).collect();
+        prop_assert_eq!(lru::by_engine(&prompts, num_blocks), lru::by_rule(&prompts, num_blocks));
+    }
 }

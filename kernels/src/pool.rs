@@ -150,6 +150,14 @@ impl KvPool {
         unsafe { self.host().as_ptr().add(self.layout.half(block, layer, half).start) }
     }
 
+    /// Shows `len` bytes at `offset`, while nobody writes them.
+    pub fn inspect<T>(&self, offset: usize, len: usize, look: impl FnOnce(&[u8]) -> T) -> T {
+        let end = offset.checked_add(len).filter(|&end| end <= self.len());
+        assert!(end.is_some(), "{len} bytes at {offset} of {}. This is a bug.", self.len());
+        // SAFETY: the range lies inside the mapping, checked above; the caller owns the blocks.
+        look(unsafe { std::slice::from_raw_parts(self.base.as_ptr().add(offset), len) })
+    }
+
     /// A copy of one block's bytes: for tests and checksums, while nobody writes the block.
     pub fn read_block(&self, block: u32) -> Vec<u8> {
         assert!((block as usize) < self.num_blocks, "block {block} of {}. This is a bug.", self.num_blocks);

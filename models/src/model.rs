@@ -68,14 +68,28 @@ pub trait Model: Send + Debug {
     /// Computes the batch, writes its K and V into the pool, and answers for each of `batch.logits_rows`. A device that
     /// can sample does so for the rows with a draw; every other row's logits are returned.
     ///
+    /// Calls `progress(n)` with rising `n` when the KV of layers `..n` is in the pool and can be moved, if ever.
+    ///
     /// Errors: the step failed as a whole; its KV must not be used.
-    fn step(&mut self, batch: &Batch, draws: &[Option<Draw>], pool: &Arc<KvPool>) -> Result<Answer, String>;
+    fn step(
+        &mut self,
+        batch: &Batch,
+        draws: &[Option<Draw>],
+        pool: &Arc<KvPool>,
+        progress: &mut dyn FnMut(usize),
+    ) -> Result<Answer, String>;
 }
 
 impl Model for Qwen {
-    fn step(&mut self, batch: &Batch, _draws: &[Option<Draw>], pool: &Arc<KvPool>) -> Result<Answer, String> {
-        let forward = || -> candle_core::Result<Vec<f32>> {
-            let logits = self.forward(batch, pool)?;
+    fn step(
+        &mut self,
+        batch: &Batch,
+        _draws: &[Option<Draw>],
+        pool: &Arc<KvPool>,
+        progress: &mut dyn FnMut(usize),
+    ) -> Result<Answer, String> {
+        let mut forward = || -> candle_core::Result<Vec<f32>> {
+            let logits = self.forward_with(batch, pool, progress)?;
             Ok(logits.map(|logits| logits.flatten_all()?.to_vec1()).transpose()?.unwrap_or_default())
         };
         let logits = forward().map_err(|error| error.to_string())?;

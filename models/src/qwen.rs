@@ -145,6 +145,16 @@ impl Qwen {
     /// Computes the batch, writes its K and V into the pool and returns f32 logits `[logits_rows.len(), vocab]`.
     /// `None` if no row's logits are wanted. One step at a time: a second caller waits.
     pub fn forward(&self, batch: &Batch, pool: &Arc<KvPool>) -> Result<Option<Tensor>> {
+        self.forward_with(batch, pool, &mut |_| ())
+    }
+
+    /// As [`Self::forward`]; calls `progress(n)` when the K and V of layers `..n` are in the pool.
+    pub fn forward_with(
+        &self,
+        batch: &Batch,
+        pool: &Arc<KvPool>,
+        progress: &mut dyn FnMut(usize),
+    ) -> Result<Option<Tensor>> {
         // A panic in a step leaves nothing behind but values that the next one overwrites.
         let mut workspace = self.workspace.lock().unwrap_or_else(PoisonError::into_inner);
         let (rows, dtypes) = (batch.tokens.len(), self.dtypes(pool));
@@ -155,6 +165,7 @@ impl Qwen {
         ops::embedding(&workspace.x(0, rows)?, &self.embed, &batch.tokens)?;
         for (index, layer) in self.layers.iter().enumerate() {
             self.attention(layer, index, workspace, batch, pool)?;
+            progress(index + 1);
             for (first, rows) in workspace.chunks(rows) {
                 self.mlp(layer, workspace, first, rows)?;
             }

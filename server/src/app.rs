@@ -11,7 +11,7 @@ use prometheus::Registry;
 use crate::config::Config;
 use crate::http;
 use crate::readiness::{Readiness, State};
-use crate::router::router;
+use crate::routes::router;
 use crate::shutdown::Signals;
 use crate::state::{AppState, Identity, Serving};
 
@@ -55,6 +55,8 @@ where
     let readiness = Readiness::default();
     let state = AppState::new(Identity::of(&config), readiness.clone(), Registry::new())?;
     let listener = http::bind(config.listen, config.port_file.as_deref()).await?;
+    // A listener that is bound has an address; a worker that keeps KV says it.
+    let _ = listener.local_addr().map(|address| state.port.set(address.port()));
     let shutdown = state.drain.clone().run(signals.first(), readiness.clone(), config.shutdown_grace);
     let router = router(Arc::clone(&state), routes(&state));
     let mut serving = tokio::spawn(http::run(listener, router, shutdown));

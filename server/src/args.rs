@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use clap::{Parser, ValueEnum};
 
+use transfer::faulty::Faults;
+
 use crate::size::ByteSize;
 
 const MODEL: &str = "Model";
@@ -38,6 +40,24 @@ pub struct Args {
     /// When a prefill worker or a transfer fails: compute the prompt here, or fail the request.
     #[arg(long, value_enum, default_value_t = KvFailure::Recompute, help_heading = DISAGG)]
     pub kv_failure: KvFailure,
+    /// (Decode) who moves KV: the prefill worker writes it (push), this one reads it (pull), or what is faster.
+    #[arg(long, value_enum, default_value_t = KvDirection::Auto, help_heading = DISAGG)]
+    pub kv_direction: KvDirection,
+    /// (Prefill) layers whose KV is written together while the next ones compute, or `chunk`: all, after each chunk.
+    #[arg(long, value_name = "N|chunk", default_value = "4", value_parser = push_layers, help_heading = DISAGG)]
+    pub kv_push_layers: PushLayers,
+    /// (Prefill) keep a prompt's KV this long for a decode worker that does not renew its lease.
+    #[arg(long, value_name = "SECS", default_value_t = 30.0, value_parser = positive_secs, help_heading = DISAGG)]
+    pub kv_lease_secs: f64,
+    /// A worker at the other end of a link that says nothing for this long is given up.
+    #[arg(long, value_name = "SECS", default_value_t = 5.0, value_parser = positive_secs, help_heading = DISAGG)]
+    pub kv_link_timeout_secs: f64,
+    /// (Decode) have a checksum sent with each block, and compute a prompt here when one is wrong.
+    #[arg(long, help_heading = DISAGG)]
+    pub kv_checksum: bool,
+    /// (Prefill) host name or address that others are told in kv_transfer_params; the one listened on when not given.
+    #[arg(long, value_name = "HOST", help_heading = DISAGG)]
+    pub kv_advertise_host: Option<String>,
 
     /// A folder with config.json and weights, a Hugging Face id such as Qwen/Qwen3-0.6B, or `demo`, the tiny
     /// model that comes with the source.
@@ -80,7 +100,7 @@ pub struct Args {
     /// Write the port that was really taken to this file.
     #[arg(long, value_name = "PATH", help_heading = HTTP)]
     pub port_file: Option<PathBuf>,
-    /// A request ends with an error after this long.
+    /// A request ends with an error after this long; its own `timeout_secs` may be shorter.
     #[arg(long, value_name = "SECS", default_value_t = 600.0, value_parser = positive_secs, help_heading = HTTP)]
     pub request_timeout_secs: f64,
     /// After SIGTERM running requests may go on this long; then they end with an error.
@@ -120,6 +140,12 @@ pub struct Args {
     /// What to log, to stderr: a level, or filters such as info,engine=debug.
     #[arg(long, env = "KVFERRY_LOG", value_name = "FILTER", default_value = "info", help_heading = DIAGNOSTICS)]
     pub log_level: String,
+    /// Faults that tests need: delay-ms=N (each transfer), lose-note=N and mix-up=N (every Nth notification, transfer).
+    #[arg(long, value_name = "FAULTS", hide = true, help_heading = DIAGNOSTICS)]
+    pub kv_faults: Option<Faults>,
+    /// Pretend that KV has another layout, for tests.
+    #[arg(long, value_name = "VERSION", hide = true, help_heading = DIAGNOSTICS)]
+    pub kv_layout_version: Option<u32>,
     /// Recount every KV block after each step; slow, for tests.
     #[arg(long, help_heading = DIAGNOSTICS)]
     pub check_invariants: bool,
@@ -143,6 +169,30 @@ pub enum KvFailure {
     Recompute,
     /// End the request with an error.
     Fail,
+}
+
+/// Who moves KV between two workers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum KvDirection {
+    /// The prefill worker writes.
+    Push,
+    /// The decode worker reads.
+    Pull,
+    /// What was measured to be faster when the two were linked.
+    Auto,
+}
+
+/// Layers that are written together; `None`: all, after each chunk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PushLayers(pub Option<usize>);
+
+fn push_layers(text: &str) -> Result<PushLayers, String> {
+    let layers = text.parse().ok().filter(|&n: &usize| n >= 1);
+    match (text, layers) {
+        ("chunk", _) => Ok(PushLayers(None)),
+        (_, Some(layers)) => Ok(PushLayers(Some(layers))),
+        _ => Err("expected a whole number of at least 1, or chunk".into()),
+    }
 }
 
 /// A floating-point precision.
@@ -277,6 +327,9 @@ mod tests {
             (&["--role", "wizard"], &["wizard", "--role", "prefill"]),
             (&["--kv-cache-memory-bytes", "lots"], &["lots", "--kv-cache-memory-bytes", "512MiB"]),
             (&["--cpu-affinity", "3-1"], &["3-1", "--cpu-affinity", "0,2-3"]),
+            (&["--kv-push-layers", "0"], &["'0'", "--kv-push-layers", "chunk"]),
+            (&["--kv-direction", "up"], &["up", "--kv-direction", "pull"]),
+            (&["--kv-lease-secs", "0"], &["'0'", "--kv-lease-secs", "above 0"]),
             (&["--cpu-affinity", ""], &["--cpu-affinity", "0,2-3"]),
             (&["--request-timeout-secs=-1"], &["'-1'", "--request-timeout-secs", "above 0"]),
             (&["--request-timeout-secs", "0"], &["'0'", "--request-timeout-secs", "above 0"]),

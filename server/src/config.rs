@@ -8,8 +8,9 @@ use std::time::Duration;
 use axum::http::Uri;
 use models::{ModelError, SourceOptions};
 use transfer::TransportConfig;
+use transfer::faulty::Faults;
 
-use crate::args::{Args, DType, DeviceKind, KvFailure, Role};
+use crate::args::{Args, DType, DeviceKind, KvDirection, KvFailure, Role};
 use crate::size::ByteSize;
 
 /// Used when neither `--num-kv-blocks` nor `--kv-cache-memory-bytes` is given: 9,362 tokens of Qwen3-0.6B in
@@ -44,6 +45,17 @@ pub struct Config {
     pub kv_transport: String,
     pub nixl_dir: Option<PathBuf>,
     pub kv_failure: KvFailure,
+    pub kv_direction: KvDirection,
+    /// `None`: all layers, after each chunk.
+    pub kv_push_layers: Option<usize>,
+    pub kv_lease: Duration,
+    pub kv_link_timeout: Duration,
+    pub kv_checksum: bool,
+    pub kv_advertise_host: Option<String>,
+    /// For tests: what goes wrong with transfers.
+    pub kv_faults: Option<Faults>,
+    /// For tests: the version of the KV layout that is told to others.
+    pub kv_layout_version: Option<u32>,
     pub request_timeout: Duration,
     pub shutdown_grace: Duration,
     pub threads: usize,
@@ -131,6 +143,14 @@ impl Config {
             kv_transport: args.kv_transport,
             nixl_dir: args.nixl_dir,
             kv_failure: args.kv_failure,
+            kv_direction: args.kv_direction,
+            kv_push_layers: args.kv_push_layers.0,
+            kv_lease: Duration::from_secs_f64(args.kv_lease_secs),
+            kv_link_timeout: Duration::from_secs_f64(args.kv_link_timeout_secs),
+            kv_checksum: args.kv_checksum,
+            kv_advertise_host: args.kv_advertise_host,
+            kv_faults: args.kv_faults,
+            kv_layout_version: args.kv_layout_version,
             request_timeout: Duration::from_secs_f64(args.request_timeout_secs),
             shutdown_grace: Duration::from_secs_f64(args.shutdown_grace_secs),
             threads: args.threads.unwrap_or_else(default_threads),

@@ -104,16 +104,6 @@ pub async fn gate(State(state): State<Arc<AppState>>, request: Request, next: Ne
     }
 }
 
-/// A prefill worker has no use for clients' completions: their KV would stay here.
-pub async fn decode_only(State(state): State<Arc<AppState>>, request: Request, next: Next) -> Response {
-    if state.role.serves_completions() {
-        return next.run(request).await;
-    }
-    let message = "this is a prefill worker (--role prefill), which answers no completions; send the request to a \
-                   worker with --role decode or --role both";
-    ApiError::not_found(message).into_response()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -11,14 +11,17 @@ use prometheus::{Encoder, TextEncoder};
 use serde_json::{Value, json};
 
 use crate::error::ApiError;
-use crate::state::AppState;
+use crate::state::{AppState, Handoffs};
 
 /// 200 if a request sent now would be served, else 503; both with the state and, where there is one, a reason.
 pub async fn health(State(state): State<Arc<AppState>>) -> Response {
     let readiness = state.readiness.get();
     let status = if readiness.serves() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-    let body =
+    let mut body =
         json!({ "status": readiness.label(), "reason": readiness.reason(), "role": state.role.as_str() });
+    if let Some(Handoffs::Fetches { peers, .. }) = state.kv.get() {
+        body["prefill"] = peers.details().into();
+    }
     (status, Json(body)).into_response()
 }
 

@@ -11,6 +11,8 @@ use crate::args::Role;
 use crate::config::Config;
 use crate::error::ApiError;
 use crate::layers::HttpMetrics;
+use crate::link::demand::Demand;
+use crate::link::peers::Peers;
 use crate::link::server::LinkServer;
 use crate::readiness::Readiness;
 use crate::shutdown::Drain;
@@ -34,6 +36,18 @@ pub struct AppState {
     serving: OnceLock<Serving>,
     /// Takes links from decode workers; set on a prefill worker once it is loaded.
     pub link: OnceLock<Arc<LinkServer>>,
+    /// What `kv_transfer_params` can mean here; set once the model of a prefill or decode worker is loaded.
+    pub kv: OnceLock<Handoffs>,
+    /// The port that was really taken.
+    pub port: OnceLock<u16>,
+}
+
+/// A worker's part in handoffs that an outside proxy arranges.
+pub enum Handoffs {
+    /// It computes prompts and keeps their KV, under this name and address.
+    Keeps { engine_id: String, host: String },
+    /// It fetches KV from those that keep it.
+    Fetches { demand: Demand, peers: Peers },
 }
 
 /// What is there once the model is loaded.
@@ -83,6 +97,8 @@ impl AppState {
             http_metrics,
             serving: OnceLock::new(),
             link: OnceLock::new(),
+            kv: OnceLock::new(),
+            port: OnceLock::new(),
         }))
     }
 

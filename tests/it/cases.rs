@@ -82,13 +82,14 @@ async fn kv_03_blocks_are_named_by_their_whole_prefix() {
     }
 }
 
-/// sch-08: what a request leaves behind is given back; the second half of a load needs no more memory than the first.
+/// sch-08: what a request leaves behind is given back. A leak grows with every batch; the allocator's arenas and the caches,
+/// which grow at first and when threads meet in new ways, do not.
 #[tokio::test]
 async fn sch_08_memory_does_not_grow_with_requests() {
     let cluster = Deployment::split("socket").flags("--max-num-queued-reqs 64").start().await;
     let mut resident = Vec::new();
-    for batch in 0..3u64 {
-        for group in 0..12 {
+    for batch in 0..5u64 {
+        for group in 0..8 {
             let asks: Vec<_> = (0..8)
                 .map(|index| {
                     Ask::completion(prompts::ids(200, batch * 1000 + group * 8 + index)).max_tokens(1)
@@ -105,9 +106,10 @@ async fn sch_08_memory_does_not_grow_with_requests() {
         cluster.settled().await;
         resident.push([cluster.front().resident(), cluster.prefill().resident()]);
     }
-    // The first batch fills the pool, the allocator's arenas and the caches.
-    for (worker, (second, third)) in ["front", "prefill"].iter().zip(resident[1].iter().zip(resident[2])) {
-        assert!(third <= second + second / 10, "{worker}: {second} bytes, then {third}");
+    for (index, worker) in ["front", "prefill"].iter().enumerate() {
+        let resident: Vec<_> = resident.iter().map(|both| both[index]).collect();
+        let steady = resident.windows(2).any(|pair| pair[1] <= pair[0] + pair[0] / 100);
+        assert!(steady, "{worker} grows with every batch: {resident:?} bytes");
     }
 }
 
@@ -159,11 +161,14 @@ async fn pd_19_log_probabilities_cross_the_handoff() {
 /// A request says when it has waited long enough, and a full queue says when to come back.
 #[tokio::test]
 async fn a_deadline_ends_a_request_on_both_workers() {
-    let deployment = Deployment::split("socket").flags("--max-num-batched-tokens 16");
-    let cluster = deployment.decode_flags("--request-timeout-secs 0.3").start().await;
     let long = Ask::completion(prompts::ids(3000, 1)).tokens(500);
-    let started = std::time::Instant::now();
-    assert_eq!(cluster.client().ask(&long).await.unwrap_err().status(), Some(504));
-    assert!(started.elapsed() < Duration::from_secs(20));
-    cluster.settled().await;
+    for (limit, timeout_secs) in [("0.3", Value::Null), ("0.3", json!(1000)), ("600", json!(0.3))] {
+        let deployment = Deployment::split("socket").flags("--max-num-batched-tokens 16");
+        let cluster = deployment.decode_flags(&format!("--request-timeout-secs {limit}")).start().await;
+        let started = std::time::Instant::now();
+        let error = cluster.client().ask(&long.clone().with("timeout_secs", timeout_secs)).await.unwrap_err();
+        assert_eq!(error.status(), Some(504), "{error:?}");
+        assert!(started.elapsed() < Duration::from_secs(20));
+        cluster.settled().await;
+    }
 }

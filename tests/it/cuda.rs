@@ -89,7 +89,7 @@ impl Together {
         }
         let batch = Batch { tokens, meta: Arc::new(meta), logits_rows };
         let greedy = Draw { uniform: 0.5, temperature: 0.0, min_p: 0.0, top_p: 1.0, top_k: None };
-        let answer = self.model.step(&batch, &vec![Some(greedy); which.len()], &self.pool).unwrap();
+        let answer = self.model.step(&batch, &vec![Some(greedy); which.len()], &self.pool, &mut |_| ()).unwrap();
         for (&index, row) in which.iter().zip(&answer.rows) {
             let Row::Token(Some(token)) = row else { panic!("{row:?} of sequence {index}") };
             self.sequences[index].push(*token);

@@ -116,16 +116,57 @@ async fn free_port() -> u16 {
     listener.local_addr().expect("it is bound").port()
 }
 
-#[tokio::test]
-async fn decode_worker_that_is_its_own_prefill_worker_computes_prompts_itself() {
-    let port = free_port().await;
-    without_prefill(&format!("http://127.0.0.1:{port}"), port, "role is decode").await;
+/// A worker of ours that is no prefill worker is a mistake in the deployment: as with any other misfit nothing is served.
+async fn wrong_role(url: &str, port: u16, reason: &str) {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let flags = format!("--role decode --prefill {url} --port {port}");
+    let worker = Worker::start(dir.path(), Deployment::split("socket").launch("decode", &flags, &[])).await;
+    worker.health_says("unavailable", &[url, reason]).await;
+    let failure = worker.client().ask(&ask()).await.expect_err("it serves nothing");
+    assert_eq!(failure.status(), Some(503));
+    assert!(failure.message().contains(reason), "{failure:?}");
 }
 
 #[tokio::test]
-async fn decode_worker_pointed_at_a_worker_of_role_both_computes_prompts_itself() {
+async fn decode_worker_that_is_its_own_prefill_worker_is_refused() {
+    let port = free_port().await;
+    wrong_role(&format!("http://127.0.0.1:{port}"), port, "role is decode").await;
+}
+
+#[tokio::test]
+async fn decode_worker_pointed_at_a_worker_of_role_both_is_refused() {
     let both = Deployment::both().start().await;
-    without_prefill(both.client().url(), 0, "role is both").await;
+    wrong_role(both.client().url(), 0, "role is both").await;
+}
+
+/// pd-08, pd-12: a prefill worker that takes shorter prompts is used for those, and says so; longer ones are computed here,
+/// or refused at once where KV failures are errors.
+#[tokio::test]
+async fn prompts_that_the_prefill_worker_does_not_take_are_not_sent_there() {
+    let (short, long) = (Ask::completion(prompts::ids(100, 4)), Ask::completion(prompts::ids(300, 5)));
+    let expected = Deployment::both().start().await.client().answers(&[short.clone(), long.clone()]).await;
+    for rule in ["recompute", "fail"] {
+        let deployment = Deployment::split("socket").prefill_flags("--max-model-len 256");
+        let cluster = deployment.decode_flags(&format!("--kv-failure {rule}")).start().await;
+        let (_, health) = cluster.client().get("/health").await.expect("the worker answers");
+        assert!(health.contains("\"max_prompt_tokens\":255"), "{health}");
+        assert_eq!(cluster.client().answer(&short).await.content(), expected[0].content());
+        for ask in [long.clone(), long.clone().streamed()] {
+            match (rule, cluster.client().ask(&ask).await) {
+                ("recompute", Ok(answer)) => assert_eq!(answer.content(), expected[1].content()),
+                ("fail", Err(failure)) => {
+                    assert_eq!(failure.status(), Some(503));
+                    assert!(failure.message().contains("300 tokens"), "{failure:?}");
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+        let metrics = cluster.client().settled().await;
+        assert_eq!(metrics.transfers(), 1);
+        assert!(metrics.value("kvferry:prompts_too_long_for_prefill_total") >= 1.0);
+        assert_eq!(metrics.value("kvferry:tickets_failed_total"), 0.0);
+        cluster.settled().await;
+    }
 }
 
 #[tokio::test]

@@ -80,7 +80,8 @@ async fn a_prompt_that_only_the_prefill_workers_pool_cannot_hold_is_computed_by_
             );
         }
         let metrics = client.settled().await;
-        assert_eq!(metrics.value("kvferry:prompts_recomputed_total"), 2.0, "{small}");
+        assert_eq!(metrics.value("kvferry:prompts_too_long_for_prefill_total"), 2.0, "{small}");
+        assert_eq!(metrics.value("kvferry:prompts_recomputed_total"), 0.0, "{small}: nothing failed");
         assert_eq!(metrics.transfers(), 1, "{small}: what fits is sent");
         cluster.settled().await;
     }

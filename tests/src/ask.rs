@@ -77,6 +77,16 @@ impl Ask {
         self.with("stream", true).with("stream_options", json!({ "include_usage": true }))
     }
 
+    /// The path that it is sent to.
+    pub fn path(&self) -> &'static str {
+        self.path
+    }
+
+    /// What is sent.
+    pub fn json(&self) -> Value {
+        Value::Object(self.body.clone())
+    }
+
     pub fn is_streamed(&self) -> bool {
         self.body.get("stream") == Some(&Value::Bool(true))
     }

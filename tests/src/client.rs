@@ -25,10 +25,15 @@ pub struct Client {
 
 impl Client {
     pub fn new(port: u16) -> Self {
+        Self::at("127.0.0.1", port)
+    }
+
+    /// A client of the worker at another address of this machine; an IPv6 address in brackets.
+    pub fn at(host: &str, port: u16) -> Self {
         let http = reqwest::Client::builder().pool_max_idle_per_host(0).no_proxy().build();
         Self {
             http: http.expect("a client without TLS needs nothing"),
-            base: format!("http://127.0.0.1:{port}"),
+            base: format!("http://{host}:{port}"),
         }
     }
 
@@ -126,6 +131,15 @@ impl Client {
         let body: Value = serde_json::from_str(&text).map_err(|error| format!("{text:?}: {error}"))?;
         let word = |field: &str| body[field].as_str().unwrap_or_default().to_owned();
         Ok((status, word("status"), word("reason")))
+    }
+
+    /// Waits for `ready` in `/health`.
+    pub async fn is_ready(&self) {
+        until(ANSWER, "ready", || async {
+            let (_, status, reason) = self.health().await?;
+            (status == "ready").then_some(()).ok_or(format!("{status}: {reason}"))
+        })
+        .await
     }
 
     /// Waits until no request is left and every block is free or cached.

@@ -19,7 +19,7 @@ pub struct Deployment {
     prefill: Vec<String>,
     decode: Vec<String>,
     transport: Option<String>,
-    core: Option<usize>,
+    cores: Vec<usize>,
     away: Option<PathBuf>,
 }
 
@@ -29,7 +29,7 @@ impl Deployment {
         let common = ["--model", "demo", "--threads", "1", "--check-invariants", "--port", "0"];
         let both = common.map(str::to_owned).to_vec();
         let (prefill, decode) = (vec![], vec![]);
-        let deployment = Self { both, prefill, decode, transport: None, core: None, away: None };
+        let deployment = Self { both, prefill, decode, transport: None, cores: vec![], away: None };
         deployment.flags("--dtype f32 --kv-cache-dtype f32 --num-kv-blocks 256")
     }
 
@@ -56,9 +56,9 @@ impl Deployment {
         self
     }
 
-    /// All processes share this core.
-    pub fn on_core(mut self, core: usize) -> Self {
-        self.core = Some(core);
+    /// All processes share these cores.
+    pub fn on_cores(mut self, cores: &[usize]) -> Self {
+        self.cores = cores.to_vec();
         self
     }
 
@@ -83,8 +83,7 @@ impl Deployment {
             return Cluster { front, prefill: None, dir };
         }
         let prefill = self.start_prefill(dir.path()).await;
-        let link = format!("--role decode --prefill {}", prefill.client().url());
-        let front = Worker::start(dir.path(), self.launch("decode", &link, &self.decode)).await;
+        let front = self.start_decode(dir.path(), &format!("--prefill {}", prefill.client().url())).await;
         Cluster { front, prefill: Some(prefill), dir }
     }
 
@@ -95,6 +94,11 @@ impl Deployment {
         prefill
     }
 
+    /// Starts a decode worker alone, with further flags, and waits until it listens.
+    pub async fn start_decode(&self, dir: &Path, flags: &str) -> Worker {
+        Worker::start(dir, self.launch("decode", &format!("--role decode {flags}"), &self.decode)).await
+    }
+
     /// How one of the processes is started.
     pub fn launch(&self, name: &str, flags: &str, more: &[String]) -> Launch {
         let mut args = self.both.clone();
@@ -103,7 +107,7 @@ impl Deployment {
             merge(&mut args, &format!("--kv-transport {transport}"));
         }
         merge(&mut args, &more.join(" "));
-        Launch { name: name.to_owned(), args, core: self.core, away: self.away.clone() }
+        Launch { name: name.to_owned(), args, cores: self.cores.clone(), away: self.away.clone() }
     }
 }
 

@@ -7,6 +7,7 @@
 pub mod ask;
 pub mod client;
 pub mod cluster;
+pub mod faults;
 pub mod golden;
 pub mod metrics;
 pub mod process;

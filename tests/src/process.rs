@@ -26,8 +26,8 @@ pub struct Launch {
     /// For the names of its files.
     pub name: String,
     pub args: Vec<String>,
-    /// Pins the process, with all its threads, to this core.
-    pub core: Option<usize>,
+    /// Pins the process, with all its threads, to these cores; to none if there are none here.
+    pub cores: Vec<usize>,
     /// Runs a copy of the binary from this folder, with it as home: nothing is found above it, NIXL neither.
     pub away: Option<PathBuf>,
 }
@@ -69,6 +69,11 @@ impl Worker {
 
     pub fn client(&self) -> Client {
         Client::new(self.port)
+    }
+
+    /// A client that uses another of the worker's addresses; an IPv6 address in brackets.
+    pub fn client_at(&self, host: &str) -> Client {
+        Client::at(host, self.port)
     }
 
     pub fn port(&self) -> u16 {
@@ -203,9 +208,9 @@ fn spawn(dir: &Path, launch: &Launch) -> Child {
     command.args(&launch.args).arg("--port-file").arg(OsString::from(file("port")));
     command.env("NO_COLOR", "1").env_remove("KV_TRANSPORT").env_remove("KVFERRY_LOG").process_group(0);
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
-    let core = launch.core;
+    let cores = launch.cores.clone();
     // SAFETY: both calls are async-signal-safe and touch only the stack of the forked child.
-    unsafe { command.pre_exec(move || prepare(core)) };
+    unsafe { command.pre_exec(move || prepare(&cores)) };
     command
         .spawn()
         .unwrap_or_else(|error| panic!("{} cannot be started: {error}", serve_binary::serve().display()))
@@ -222,14 +227,14 @@ fn away(home: &Path) -> Command {
     command
 }
 
-/// In the child before it becomes `serve`: dies with the test, and stays on its core.
-fn prepare(core: Option<usize>) -> std::io::Result<()> {
+/// In the child before it becomes `serve`: dies with the test, and stays on its cores.
+fn prepare(cores: &[usize]) -> std::io::Result<()> {
     // SAFETY: prctl with these arguments touches no memory; the CPU set is ours and as large as said.
     let failed = unsafe {
         let mut failed = libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) != 0;
-        if let Some(core) = core {
+        if !cores.is_empty() {
             let mut set: libc::cpu_set_t = std::mem::zeroed();
-            libc::CPU_SET(core, &mut set);
+            cores.iter().for_each(|&core| libc::CPU_SET(core, &mut set));
             failed |= libc::sched_setaffinity(0, std::mem::size_of::<libc::cpu_set_t>(), &set) != 0;
         }
         failed
@@ -237,8 +242,8 @@ fn prepare(core: Option<usize>) -> std::io::Result<()> {
     if failed { Err(std::io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// The first core that this process may run on.
-pub fn first_core() -> usize {
+/// The first `count` cores that this process may run on, or fewer where there are fewer.
+pub fn first_cores(count: usize) -> Vec<usize> {
     // SAFETY: the set is ours and as large as said.
     let set = unsafe {
         let mut set: libc::cpu_set_t = std::mem::zeroed();
@@ -248,5 +253,5 @@ pub fn first_core() -> usize {
     };
     // SAFETY: every index below CPU_SETSIZE is within the set.
     let allowed = |core: &usize| unsafe { libc::CPU_ISSET(*core, &set) };
-    (0..libc::CPU_SETSIZE as usize).find(allowed).expect("we run on some core")
+    (0..libc::CPU_SETSIZE as usize).filter(allowed).take(count).collect()
 }

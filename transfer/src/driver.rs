@@ -35,6 +35,13 @@ const YIELDS: u32 = 16;
 /// leave the core to whoever produces the traffic.
 const NAP: Duration = Duration::from_micros(30);
 
+/// The same while peers compute what they will write, which takes seconds on a processor: a core that both share is
+/// left to them.
+const LONG_NAP: Duration = Duration::from_micros(500);
+
+/// How long traffic is about to come after the owner has said so.
+const EXPECTED: Duration = Duration::from_millis(20);
+
 /// How long traffic counts as expected after something came from a peer: it rarely comes alone, and a peer that reads
 /// from here may need our polls.
 const WARM: Duration = Duration::from_millis(2);
@@ -173,7 +180,7 @@ impl Driver {
             };
             fruitless = if self.poll() || commanded { 0 } else { fruitless + 1 };
             if hot && fruitless > 0 {
-                rest(fruitless);
+                self.rest(fruitless);
             }
         }
     }
@@ -190,6 +197,16 @@ impl Driver {
         self.warm_until = Some(self.warm_until.map_or(until, |known| known.max(until)));
     }
 
+    /// Gives the core away after a poll that brought nothing.
+    fn rest(&self, fruitless: u32) {
+        let awaited = !self.owners.is_empty() || !self.probes.is_empty() || self.warm_until.is_some();
+        match (fruitless <= YIELDS, awaited) {
+            (true, _) => thread::yield_now(),
+            (false, true) => thread::sleep(NAP),
+            (false, false) => thread::sleep(LONG_NAP),
+        }
+    }
+
     fn obey(&mut self, command: Command) {
         match command {
             Command::AddPeer { peer, metadata, reply } => {
@@ -203,7 +220,12 @@ impl Driver {
             }
             Command::Post(post) => self.post(&post),
             Command::Probe { peer, reply } => self.begin_probe(peer, reply),
-            Command::ExpectTraffic(tickets) => self.expected = tickets,
+            Command::ExpectTraffic(tickets) => {
+                self.expected = tickets;
+                if tickets > 0 {
+                    self.stay_warm(EXPECTED);
+                }
+            }
             Command::Stop => unreachable!("handled by run. This is a bug."),
         }
     }
@@ -280,13 +302,6 @@ impl Driver {
     }
 }
 
-fn rest(fruitless: u32) {
-    if fruitless <= YIELDS {
-        thread::yield_now();
-    } else {
-        thread::sleep(NAP);
-    }
-}
 
 /// The kernel rounds sleeps up by 50 us for most threads, more than a nap is long.
 fn precise_naps() {

@@ -25,6 +25,7 @@
 
 pub mod driver;
 pub mod error;
+pub mod faulty;
 pub mod inproc;
 pub mod lane;
 pub mod nixl;

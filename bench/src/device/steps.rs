@@ -110,7 +110,7 @@ impl Steps {
         }
         let greedy = Draw { uniform: 0.0, temperature: 0.0, min_p: 0.0, top_p: 1.0, top_k: None };
         let input = Batch { tokens, meta: Arc::new(meta), logits_rows };
-        let answer = self.model.step(&input, &vec![Some(greedy); batch], &self.pool);
+        let answer = self.model.step(&input, &vec![Some(greedy); batch], &self.pool, &mut |_| ());
         let answer = answer.map_err(|reason| BenchError::Checks(vec![reason]))?;
         match answer.rows.len() == batch {
             true => Ok(()),

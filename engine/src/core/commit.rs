@@ -60,7 +60,9 @@ impl Core {
         for index in first..request.num_computed / block_size {
             let (parent, hash) = request.block_hash(index, block_size);
             let tokens = &request.tokens[index * block_size..(index + 1) * block_size];
-            self.pool.seal(request.block_table[index], parent, hash, tokens);
+            if self.pool.seal(request.block_table[index], parent, hash, tokens) {
+                self.pool.log.stored(parent, hash, tokens, index == 0, request.cache_salt.as_deref());
+            }
         }
     }
 
@@ -96,7 +98,8 @@ impl Core {
         let mut timeline = request.timeline;
         timeline.last_token.get_or_insert(now.saturating_sub(request.arrival));
         let usage = self.usage(request);
-        self.effects.push(Effect::Output(id, Output::Finished { reason, stop_token, usage, timeline }));
+        let kept = request.keep.then(|| Box::new(self.keep(id, now)));
+        self.effects.push(Effect::Output(id, Output::Finished { reason, stop_token, usage, timeline, kept }));
         self.close(id);
     }
 }

@@ -4,9 +4,16 @@
 //! results. What the outside must do comes out of [`Core::take_effects`]. Time is a `Duration` since the engine's start.
 
 mod admit;
+mod check;
 mod commit;
 mod decode_side;
+mod in_step;
+mod io;
+mod keep;
+mod lease;
 mod prefill_side;
+mod pull;
+mod quarantine;
 mod schedule;
 #[cfg(test)]
 mod tests;
@@ -14,15 +21,22 @@ mod tests;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::Duration;
 
-use transfer::{PeerId, Span};
+use transfer::PeerId;
 
-use crate::api::{Output, RequestError, SamplingParams, TokenId, Usage};
-use crate::event::PeerRole;
+use crate::api::{FinishReason, Output, RequestError, TokenId, Usage};
+use crate::event::{PeerRole, PrefillLink};
 use crate::handle::RequestId;
-use crate::handoff::{PeerMessage, TicketId, ToDecode, ToPrefill};
-use crate::pool::{Account, BlockId, BlockPool};
+use crate::handoff::{TicketId, Totals};
+use crate::kv_events::{KvChains, KvEvent};
+use crate::pool::{Account, BlockPool};
 use crate::request::{NewRequest, Origin, Request, State};
 
+use self::keep::Kept;
+use self::lease::Pinned;
+use self::quarantine::Quarantined;
+
+pub use io::{Counters, Effect, Input, ReadFault, Submit, Written};
+pub use pull::{Fetch, ReadRange};
 pub use schedule::{Plan, PlanItem, SampleRow};
 
 /// What to do when a prefill worker fails a ticket.
@@ -41,6 +55,14 @@ pub struct CoreConfig {
     pub block_size: usize,
     pub num_blocks: usize,
     pub block_bytes: u64,
+    /// Layers of a block, each an equal share of its bytes.
+    pub num_layers: usize,
+    /// Layers whose KV is written together while the next ones compute; `num_layers`: a chunk's KV once it is computed.
+    pub push_layers: usize,
+    /// How long a ticket's blocks are kept for a decode worker that does not renew its lease.
+    pub lease: Duration,
+    /// Ask for a checksum of each block that comes from a prefill worker, and compare it.
+    pub kv_checksum: bool,
     pub max_model_len: usize,
     /// Tokens computed in one step at most.
     pub max_batched_tokens: usize,
@@ -54,100 +76,42 @@ pub struct CoreConfig {
     pub check_invariants: bool,
 }
 
-/// Something that happened outside.
-#[derive(Clone, Debug)]
-pub enum Input {
-    Submit(Submit),
-    Abort(RequestId),
-    PeerUp(PeerId, PeerRole),
-    PeerDown(PeerId),
-    PeerGone(PeerId),
-    FromDecode(PeerId, ToPrefill),
-    FromPrefill(PeerId, ToDecode),
-    /// A write posted for `id` is over.
-    Settled {
-        id: RequestId,
-        result: Result<Written, String>,
-    },
-    /// A notification on the data path.
-    Notified(Vec<u8>),
-    ResetPrefixCache,
+impl CoreConfig {
+    /// Bytes of one layer of a block.
+    pub fn layer_bytes(&self) -> u64 {
+        self.block_bytes / self.num_layers as u64
+    }
 }
 
-/// A client's request.
-#[derive(Clone, Debug)]
-pub struct Submit {
-    pub id: RequestId,
-    pub request_id: String,
-    pub prompt: Vec<TokenId>,
-    pub sampling: SamplingParams,
-    pub cache_salt: Option<String>,
-    pub seed: u64,
-    pub arrival: Duration,
-    pub deadline: Duration,
-}
-
-/// What one settled write cost.
+/// A message that finds nothing that waits for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Written {
-    pub post: Duration,
-    pub wire: Duration,
+enum Stale {
+    /// It came before.
+    Duplicate,
+    /// What it is about was here, and is over.
+    Late,
+    /// Nothing of its name was here, as far as is remembered.
+    Unknown,
 }
 
-/// Something the outside must do.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Effect {
-    Output(RequestId, Output),
-    /// The request left the queue (or never entered it): it no longer counts against the queue's limit.
-    Dequeued(RequestId),
-    Send(PeerId, PeerMessage),
-    Post {
-        id: RequestId,
-        peer: PeerId,
-        spans: Vec<Span>,
-        note: Vec<u8>,
-    },
-    /// The peer failed us on the data path: close its link.
-    DropPeer(PeerId),
-    /// A ticket ended here with `Complete` (prefill side), for metrics and logs.
-    Pushed(crate::handoff::Totals, crate::handoff::PrefillTiming),
-    /// A ticket of ours ended well (decode side).
-    Received {
-        request_id: String,
-        totals: crate::handoff::Totals,
-        timing: crate::handoff::PrefillTiming,
-    },
+/// A linked prefill worker.
+#[derive(Debug)]
+struct PrefillPeer {
+    link: PrefillLink,
+    /// Tickets that it has from us.
+    load: usize,
 }
 
 /// What is left of a ticket once its KV is here.
 #[derive(Clone, Debug)]
 struct Settling {
+    id: RequestId,
     peer: PeerId,
     request_id: String,
     blocks: u32,
     exposed: Duration,
-}
-
-/// Events counted since the start.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counters {
-    pub prefix_queries: u64,
-    pub prefix_hits: u64,
-    pub preemptions: u64,
-    pub prompt_tokens_computed: u64,
-    pub prompt_tokens_cached: u64,
-    /// Offered to a prefill worker, the part cached here apart.
-    pub prompt_tokens_offered: u64,
-    pub prompt_tokens_transferred: u64,
-    pub generated_tokens: u64,
-    pub steps: u64,
-    pub step_tokens: u64,
-    pub tickets_opened: u64,
-    pub tickets_failed: u64,
-    /// Requests computed here because a prefill worker failed.
-    pub recomputed: u64,
-    /// Messages and notifications about tickets that are not known (any more).
-    pub stale_messages: u64,
+    /// What we read, and the time that posting and the wire took, if we did.
+    read: Option<(Totals, Duration, Duration)>,
 }
 
 /// The engine's state.
@@ -156,24 +120,36 @@ pub struct Core {
     config: CoreConfig,
     pool: BlockPool,
     requests: HashMap<RequestId, Request>,
-    /// First come, first served; preempted requests come back at the front.
+    /// First come, first served: in order of arrival, preempted requests too.
     waiting: VecDeque<RequestId>,
     /// KV is here, all that lacks is a running slot.
     ready: VecDeque<RequestId>,
-    /// In order of admission.
+    /// In order of arrival.
     running: Vec<RequestId>,
     /// Tickets whose prefill worker asked and that get no blocks yet.
     ungranted: VecDeque<RequestId>,
-    /// Prefill workers and how many tickets each has from us.
-    prefill_peers: BTreeMap<PeerId, usize>,
+    /// Prefill workers that we are linked to.
+    prefill_peers: BTreeMap<PeerId, PrefillPeer>,
     /// Our tickets (decode side).
     tickets: HashMap<TicketId, RequestId>,
     /// Tickets that others opened here (prefill side).
     pushes: HashMap<(PeerId, TicketId), RequestId>,
+    /// The newest ticket of each decode worker (prefill side).
+    newest_opened: HashMap<PeerId, TicketId>,
     /// Tickets of ours whose KV is here and whose last message is still to come.
     settling: HashMap<TicketId, Settling>,
     /// Granted blocks whose request is over or computed here instead, until the writer is done.
-    quarantine: HashMap<TicketId, (PeerId, Vec<BlockId>)>,
+    quarantine: HashMap<TicketId, Quarantined>,
+    /// Computed prompts that wait to be claimed (prefill side), by name.
+    kept: HashMap<String, Kept>,
+    /// Blocks that a decode worker may still be reading (prefill side).
+    pinned: Vec<Pinned>,
+    /// The last tickets that ended here (prefill side).
+    ended_pushes: VecDeque<(PeerId, TicketId)>,
+    /// Renewals that are not answered: number and when they were sent.
+    renewals: HashMap<PeerId, VecDeque<(u64, Duration)>>,
+    next_renewal: u64,
+    last_renewal: Duration,
     next_ticket: u64,
     next_push: u64,
     effects: Vec<Effect>,
@@ -193,8 +169,15 @@ impl Core {
             prefill_peers: BTreeMap::new(),
             tickets: HashMap::new(),
             pushes: HashMap::new(),
+            newest_opened: HashMap::new(),
             settling: HashMap::new(),
             quarantine: HashMap::new(),
+            kept: HashMap::new(),
+            pinned: Vec::new(),
+            ended_pushes: VecDeque::new(),
+            renewals: HashMap::new(),
+            next_renewal: 0,
+            last_renewal: Duration::ZERO,
             next_ticket: config.first_ticket,
             next_push: 0,
             effects: Vec::new(),
@@ -209,14 +192,19 @@ impl Core {
         match input {
             Input::Submit(submit) => self.submit(submit, now),
             Input::Abort(id) => self.abort(id),
-            Input::PeerUp(peer, PeerRole::Prefill) => drop(self.prefill_peers.insert(peer, 0)),
+            Input::Finish(id) if self.requests.contains_key(&id) => self.finish(id, FinishReason::Stop, now),
+            Input::Finish(_) => {}
+            Input::PeerUp(peer, PeerRole::Prefill(link)) => {
+                self.prefill_peers.insert(peer, PrefillPeer { link, load: 0 });
+            }
             Input::PeerUp(_, PeerRole::Decode) => {}
             Input::PeerDown(peer) => self.peer_down(peer),
             Input::PeerGone(peer) => self.peer_gone(peer),
             Input::FromDecode(peer, message) => self.decode_says(peer, message, now),
             Input::FromPrefill(peer, message) => self.prefill_says(peer, message, now),
             Input::Settled { id, result } => self.settled(id, result),
-            Input::Notified(bytes) => self.notified(&bytes, now),
+            Input::Notified { bytes, intact } => self.notified(&bytes, intact, now),
+            Input::ReadSettled { range, result } => self.read_settled(range, result, now),
             Input::ResetPrefixCache => self.pool.reset_cache(),
         }
     }
@@ -224,6 +212,21 @@ impl Core {
     /// What the outside must do, in order.
     pub fn take_effects(&mut self) -> Vec<Effect> {
         std::mem::take(&mut self.effects)
+    }
+
+    /// From now on the prefix cache's changes are in [`Self::take_kv_events`].
+    pub fn record_kv_events(&mut self) {
+        self.pool.log.turn_on();
+    }
+
+    /// What happened in the prefix cache since the last call.
+    pub fn take_kv_events(&mut self) -> Vec<KvEvent> {
+        self.pool.log.take()
+    }
+
+    /// What is in the prefix cache.
+    pub fn kv_chains(&self) -> KvChains {
+        self.pool.chains()
     }
 
     pub fn account(&self) -> Account {
@@ -254,9 +257,18 @@ impl Core {
         self.pushes.len()
     }
 
-    /// True while a peer may write here or our writes are under way: the transfer thread should poll often.
+    /// True while a peer may write here or read from here: the transfer thread should poll often.
     pub fn expects_traffic(&self) -> bool {
-        !self.tickets.is_empty() || !self.quarantine.is_empty()
+        let offered = |id: &RequestId| {
+            let push = self.requests[id].push();
+            push.is_some_and(|push| push.direction == transfer::Direction::Read && push.pushed > 0)
+        };
+        !self.tickets.is_empty() || !self.quarantine.is_empty() || self.pushes.values().any(offered)
+    }
+
+    /// Prompts that wait to be claimed.
+    pub fn num_kept(&self) -> usize {
+        self.kept.len()
     }
 
     /// True if nothing of this peer's is left: its tickets here have ended.
@@ -266,7 +278,7 @@ impl Core {
 
     /// True if there is no request at all: nothing can happen before the next event.
     pub fn is_empty(&self) -> bool {
-        self.requests.is_empty()
+        self.requests.is_empty() && self.kept.is_empty() && self.pinned.is_empty()
     }
 
     /// Fails every request: the engine is about to end.
@@ -286,13 +298,24 @@ impl Core {
             sampling: submit.sampling,
             cache_salt: submit.cache_salt,
             seed: submit.seed,
+            keep: submit.keep,
             arrival: submit.arrival,
             deadline: submit.deadline,
         });
         let id = request.id;
         self.requests.insert(id, request);
-        if !self.try_remote(id, now) {
-            self.waiting.push_back(id);
+        match submit.fetch {
+            Some(fetch) => self.claim(id, fetch, now),
+            None if self.try_remote(id, now) => {}
+            None => self.enqueue(id),
+        }
+    }
+
+    fn stale(&mut self, kind: Stale) {
+        match kind {
+            Stale::Duplicate => self.counters.stale_duplicate += 1,
+            Stale::Late => self.counters.stale_late += 1,
+            Stale::Unknown => self.counters.stale_unknown += 1,
         }
     }
 
@@ -311,7 +334,7 @@ impl Core {
                 self.effects.push(Effect::Output(id, Output::Failed(error)));
                 self.close(id);
             }
-            Origin::Ticket(_) => self.end_push(id, crate::request::Ending::Failed(error.to_string())),
+            Origin::Ticket(_) => self.end_push(id, crate::ticket::Ending::Failed(error.to_string())),
         }
     }
 
@@ -375,7 +398,9 @@ impl Core {
             self.fail(id, RequestError::DeadlineExceeded(timeout));
         }
         self.expire_pushes(now);
+        self.expire_leases(now);
         self.expire_notifications(now);
+        self.renew(now);
     }
 
     fn request(&mut self, id: RequestId) -> &mut Request {
@@ -385,25 +410,5 @@ impl Core {
     /// Blocks that `tokens` tokens fill.
     fn blocks_for(&self, tokens: usize) -> usize {
         tokens.div_ceil(self.config.block_size)
-    }
-
-    fn check(&self) {
-        if !self.config.check_invariants {
-            return;
-        }
-        self.pool.check();
-        let quarantined: usize = self.quarantine.values().map(|(_, blocks)| blocks.len()).sum();
-        assert_eq!(quarantined, self.account().quarantined, "quarantine and account differ");
-        for request in self.requests.values() {
-            let covered = request.block_table.len() * self.config.block_size;
-            assert!(request.num_computed <= covered, "{:?} computed beyond its blocks", request.id);
-            assert!(
-                request.state != State::Waiting || request.block_table.is_empty(),
-                "a waiting request holds blocks"
-            );
-        }
-        for id in self.waiting.iter().chain(&self.ready).chain(&self.running).chain(&self.ungranted) {
-            assert!(self.requests.contains_key(id), "{id:?} is listed but gone");
-        }
     }
 }

@@ -72,7 +72,13 @@ impl Core {
     ///
     /// Running decodes come first, so that a stream never waits longer than one step. Then up to a quarter of what is
     /// left goes to prompts so short that it computes them whole, so that they do not wait behind a long one. The rest
-    /// goes to prompts in the order of their admission, then to the queue.
+    /// goes to prompts in the order of their arrival, then to the queue.
+    ///
+    /// No request starves: the oldest one is never preempted, gets at least one token in every step once it runs, and
+    /// while it waits nobody is admitted that would keep it waiting. So a request with `k` older ones unfinished ends within
+    /// `(k + 1) * (max_seqs + 1) * max_model_len` steps, whatever arrives after it, as long as
+    /// `max_batched_tokens >= max_seqs` (the queue drains the running set in `max_seqs * max_model_len` steps at most, then
+    /// runs in `max_model_len`). The random tests assert it.
     pub fn plan(&mut self, now: Duration) -> Option<Plan> {
         self.expire(now);
         self.grant_waiting(now);
@@ -91,8 +97,25 @@ impl Core {
         while self.running.len() < self.config.max_seqs {
             let Some(id) = self.ready.pop_front() else { break };
             self.request(id).state = State::Running;
-            self.running.push(id);
+            self.start_running(id);
         }
+    }
+
+    /// Takes a running slot, in order of arrival.
+    fn start_running(&mut self, id: RequestId) {
+        let at = self.running.partition_point(|&other| self.rank(other) < self.rank(id));
+        self.running.insert(at, id);
+    }
+
+    /// Joins the queue, in order of arrival: behind everybody for a new request, ahead of later ones for a request that
+    /// was preempted or that a prefill worker gave back.
+    pub(super) fn enqueue(&mut self, id: RequestId) {
+        let at = self.waiting.partition_point(|&other| self.rank(other) < self.rank(id));
+        self.waiting.insert(at, id);
+    }
+
+    fn rank(&self, id: RequestId) -> (Duration, RequestId) {
+        (self.requests[&id].arrival, id)
     }
 
     fn plan_decodes(&mut self, plan: &mut Plan, budget: &mut usize, now: Duration) {
@@ -173,7 +196,7 @@ impl Core {
         cached_blocks: usize,
         now: Duration,
     ) {
-        self.running.push(id);
+        self.start_running(id);
         let cached = cached_blocks * self.config.block_size;
         self.count_lookup(self.requests[&id].tokens.len(), cached);
         let request = self.request(id);
@@ -214,14 +237,14 @@ impl Core {
         true
     }
 
-    /// The last admitted request that may lose its blocks. Those that compute for a ticket may not: writes from their
+    /// The last arrived request that may lose its blocks. Those that compute for a ticket may not: writes from their
     /// blocks can be under way.
     fn newest_preemptible(&self) -> Option<RequestId> {
         let preemptible = |id: &&RequestId| matches!(self.requests[id].origin, Origin::Client);
         self.running.iter().rev().find(preemptible).copied()
     }
 
-    /// Takes a request's blocks; it starts again from its tokens, the first in the queue.
+    /// Takes a request's blocks; it starts again from its tokens.
     fn preempt(&mut self, id: RequestId) {
         self.counters.preemptions += 1;
         self.running.retain(|other| *other != id);
@@ -231,7 +254,7 @@ impl Core {
         request.timeline.preemptions += 1;
         let table: Vec<BlockId> = std::mem::take(&mut request.block_table);
         self.pool.release_chain(&table);
-        self.waiting.push_front(id);
+        self.enqueue(id);
     }
 
     fn add(&mut self, plan: &mut Plan, budget: &mut usize, id: RequestId, len: usize) {

@@ -10,7 +10,7 @@ mod profile;
 pub use profile::{ModelSize, Profile, ProfileError};
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kernels::layout::Half;
 use kernels::{KvPool, SeqSpan};
@@ -18,11 +18,14 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::api::{Logprobs, TokenId};
 use crate::core::{Plan, SampleRow};
-use crate::runner::Runner;
+use crate::runner::{Progress, Runner};
 use crate::sampler::Sampled;
 
 /// One token in this many would end a text: about the length of chat answers.
 const MEAN_ANSWER: u64 = 256;
+
+/// Layers that end within this time end together.
+const SHORTEST_NAP: Duration = Duration::from_millis(1);
 
 /// A runner whose steps take as long as `profile` says, divided by `speed`.
 pub struct SimRunner {
@@ -118,13 +121,20 @@ impl SimRunner {
 }
 
 impl Runner for SimRunner {
-    fn run(&mut self, plan: &Plan) -> Result<Vec<Result<Sampled, String>>, String> {
+    fn run(&mut self, plan: &Plan, progress: Progress<'_>) -> Result<Vec<Result<Sampled, String>>, String> {
         let started = Instant::now();
         let rows =
             plan.meta.seqs.iter().map(|seq| self.rows(plan, seq)).collect::<Result<Vec<_>, _>>()?.concat();
         let sampled = plan.samples.iter().map(|row| Ok(self.sample(rows[row.row as usize], row))).collect();
         let target = self.profile.step(&plan.meta).div_f64(self.speed);
-        std::thread::sleep(target.saturating_sub(started.elapsed()));
+        let layers = self.pool.layout().num_layers;
+        // A layer of a model ends as often, but sleeps shorter than this would cost more than they take.
+        let naps = ((target.as_nanos() / SHORTEST_NAP.as_nanos()) as usize).clamp(1, layers);
+        for nap in 1..=naps {
+            let until = target.mul_f64(nap as f64 / naps as f64);
+            std::thread::sleep(until.saturating_sub(started.elapsed()));
+            progress(layers * nap / naps);
+        }
         Ok(sampled)
     }
 }
@@ -166,7 +176,7 @@ mod tests {
             suppressed: vec![],
         };
         let plan = Plan { items: vec![], tokens: tokens.to_vec(), meta, samples: vec![row] };
-        runner.run(&plan).map(|sampled| sampled[0].as_ref().unwrap().token)
+        runner.run(&plan, &mut |_| ()).map(|sampled| sampled[0].as_ref().unwrap().token)
     }
 
     #[test]

@@ -73,6 +73,12 @@ pub trait CapturedGraph: Send + Debug {
     fn replay(&self) -> Result<()>;
 }
 
+/// A place in the compute stream.
+pub trait Mark: Debug {
+    /// Waits until everything before it is done.
+    fn wait(&self) -> Result<()>;
+}
+
 /// A CUDA device, or what stands in for one. Callers may be on any thread.
 pub trait Backend: Send + Sync + Debug {
     fn info(&self) -> &DeviceInfo;
@@ -123,6 +129,9 @@ pub trait Backend: Send + Sync + Debug {
 
     /// Waits until the stream has nothing left to do.
     fn synchronize(&self, stream: Stream) -> Result<()>;
+
+    /// Marks the end of what is in the compute stream now.
+    fn mark(&self) -> Result<Box<dyn Mark>>;
 
     /// From here on the compute stream's work is recorded, not done.
     fn begin_capture(&self) -> Result<()>;

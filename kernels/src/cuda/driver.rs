@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 
 use cudarc::driver::{DriverError, result, sys};
 
-use super::backend::{Backend, CapturedGraph, DeviceInfo, Launch, Product, Stream};
+use super::backend::{Backend, CapturedGraph, DeviceInfo, Launch, Mark, Product, Stream};
 use super::cublas::Cublas;
 use super::error::CudaError;
 
@@ -269,6 +269,15 @@ impl Backend for Driver {
         call("cuStreamSynchronize", unsafe { result::stream::synchronize(self.stream(stream)) })
     }
 
+    fn mark(&self) -> Result<Box<dyn Mark>> {
+        self.bind()?;
+        let event = result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING);
+        let event = CudaEvent { event: call("cuEventCreate", event)?, context: self.context };
+        // SAFETY: an event and a stream of ours.
+        call("cuEventRecord", unsafe { result::event::record(event.event, self.compute) })?;
+        Ok(Box::new(event))
+    }
+
     fn begin_capture(&self) -> Result<()> {
         self.bind()?;
         // Only this thread's calls are watched: a transport's threads may go on allocating.
@@ -306,6 +315,29 @@ impl Drop for Driver {
             let _ = result::module::unload(self.module);
             let _ = result::primary_ctx::release(self.device);
         }
+    }
+}
+
+#[derive(Debug)]
+struct CudaEvent {
+    event: sys::CUevent,
+    context: sys::CUcontext,
+}
+
+impl Mark for CudaEvent {
+    fn wait(&self) -> Result<()> {
+        // SAFETY: ours, recorded when it was made.
+        unsafe {
+            call("cuCtxSetCurrent", result::ctx::set_current(self.context))?;
+            call("cuEventSynchronize", result::event::synchronize(self.event))
+        }
+    }
+}
+
+impl Drop for CudaEvent {
+    fn drop(&mut self) {
+        // SAFETY: ours. A refusal changes nothing that is still used.
+        let _ = unsafe { result::event::destroy(self.event) };
     }
 }
 

@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use libloading::Library;
 
-use super::backend::{Backend, CapturedGraph, DeviceInfo, Dims, Launch, Product, Stream};
+use super::backend::{Backend, CapturedGraph, DeviceInfo, Dims, Launch, Mark, Product, Stream};
 use super::error::CudaError;
 
 pub use build::{Build, Mutation};
@@ -244,6 +244,11 @@ impl Backend for Emulator {
         not_while_capturing(&self.shared.state(), "cuStreamSynchronize")
     }
 
+    fn mark(&self) -> Result<Box<dyn Mark>> {
+        not_while_capturing(&self.shared.state(), "cuEventRecord")?;
+        Ok(Box::new(Done))
+    }
+
     fn begin_capture(&self) -> Result<()> {
         let mut state = self.shared.state();
         not_while_capturing(&state, "cuStreamBeginCapture")?;
@@ -255,6 +260,16 @@ impl Backend for Emulator {
         let recorded = self.shared.state().capture.take();
         let recorded = recorded.ok_or(CudaError::Call { what: "cuStreamEndCapture", code: "no capture".into() })?;
         Ok(Box::new(Recording { recorded, shared: self.shared.clone() }))
+    }
+}
+
+/// Launches are over when they return.
+#[derive(Debug)]
+struct Done;
+
+impl Mark for Done {
+    fn wait(&self) -> Result<()> {
+        Ok(())
     }
 }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use bytemuck::{AnyBitPattern, NoUninit};
 
-use super::backend::{Backend, CapturedGraph, DeviceInfo, Launch, Product, Stream};
+use super::backend::{Backend, CapturedGraph, DeviceInfo, Launch, Mark, Product, Stream};
 use super::emulator::Emulator;
 use super::error::CudaError;
 
@@ -137,6 +137,11 @@ impl Gpu {
         // SAFETY: both ranges are valid, and the stream is synchronised before anybody looks.
         unsafe { self.backend.download(Stream::Compute, to.pointer, from.address, from.bytes)? };
         self.synchronize()
+    }
+
+    /// Marks the end of what is in the compute stream now.
+    pub fn mark(&self) -> Result<Box<dyn Mark>> {
+        self.backend.mark()
     }
 
     /// Captures what `record` launches.

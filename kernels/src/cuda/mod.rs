@@ -25,7 +25,7 @@ mod pool;
 pub mod qkv;
 pub mod sample;
 
-pub use backend::{Backend, DeviceInfo, Dims, Launch, Product, ProductOutput, Stream};
+pub use backend::{Backend, DeviceInfo, Dims, Launch, Mark, Product, ProductOutput, Stream};
 pub use error::CudaError;
 pub use gpu::{Buffer, Gpu, Graph, Pinned, View};
 pub use pool::PoolView;

@@ -29,14 +29,16 @@ pub(super) struct Forward<'a> {
 }
 
 impl Forward<'_> {
-    /// Everything from token ids to sampled ids.
-    pub fn launch(&self) -> Result<()> {
+    /// Everything from token ids to sampled ids. `launched(n)` is called when layers `..n` are launched.
+    pub fn launch(&self, mut launched: impl FnMut(usize) -> Result<()>) -> Result<()> {
         let (rows, work) = (self.shape.rows, self.work);
         let table = self.weights.embed.view();
         embedding(self.gpu, table, self.inputs.tokens, work.x.view(), (rows, self.sizes.hidden))?;
         for (index, layer) in self.weights.layers.iter().enumerate() {
             self.attention(layer, index)?;
+            // The layer's K and V are written before its MLP, but a mark between them would cost more than it gains.
             self.mlp(layer)?;
+            launched(index + 1)?;
         }
         if self.shape.samples > 0 { self.sample() } else { Ok(()) }
     }

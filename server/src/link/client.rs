@@ -3,26 +3,28 @@
 use std::io::ErrorKind;
 use std::time::Duration;
 
-use engine::event::{Event, PeerRole};
+use engine::event::{Event, PeerRole, PrefillLink};
 use engine::handoff::PeerMessage;
 use futures_util::{SinkExt, StreamExt};
 use tokio::net::TcpStream;
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
-use tokio::time::{Instant, interval, sleep, timeout};
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep, timeout};
 use tokio_tungstenite::WebSocketStream;
+use tokio_tungstenite::tungstenite::http::StatusCode;
 use tokio_tungstenite::tungstenite::{Error as WsError, Message};
-use transfer::{Hello, PeerId};
+use transfer::PeerId;
 
-use super::frame::Frame;
+use super::demand::Demand;
+use super::frame::{Frame, Greeting};
 use super::peers::{Peers, Standing};
-use super::{HANDSHAKE, LinkContext, PATH, PING, SILENCE, misfit};
+use super::{HANDSHAKE, LinkContext, PATH, PINGS, misfit};
 use crate::config::PeerUrl;
 
 /// Pause after a link is lost or refused; doubled up to the second.
 const RETRY: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(2));
 
 /// Why there is no link.
-enum Failure {
+pub(super) enum Failure {
     /// Nothing listens there: the process is dead.
     Dead(String),
     Lost(String),
@@ -30,24 +32,27 @@ enum Failure {
 }
 
 /// Keeps a link to `url` until the task is aborted.
-pub async fn keep(context: LinkContext, url: PeerUrl, peers: Peers) {
+pub async fn keep(context: LinkContext, url: PeerUrl, peers: Peers, demand: Demand) {
     let mut retry = RETRY.0;
     // The peer of the last link, as long as it may still write here.
     let mut previous: Option<PeerId> = None;
     loop {
-        let failure = match connect(&context, &url).await {
+        let failure = match connect(&context, &url, false).await {
             Ok((socket, theirs)) => {
                 let peer = context.new_peer();
-                match context.add_peer(peer, theirs.metadata.clone()).await {
+                match context.add_peer(peer, theirs.hello.metadata.clone()).await {
                     Ok(()) => {
                         // The transport has carried out the removal of the old peer: it takes commands in order.
                         if let Some(previous) = previous.take() {
                             context.engine.send(Event::PeerGone(previous));
                         }
                         retry = RETRY.0;
-                        peers.set(&url, Standing::Up);
+                        peers.set(&url, Standing::Up { max_prompt: theirs.max_prompt_tokens });
                         previous = Some(peer);
-                        let reason = run(&context, peer, socket).await;
+                        let mut up = None;
+                        let on_up = || up = Some(demand.is_up(theirs.hello.incarnation, peer));
+                        let reason = run(&context, peer, socket, &theirs, false, on_up).await;
+                        drop(up);
                         context.engine.send(Event::PeerDown(peer));
                         // Fences what the old link may still write, before a new one is tried.
                         let _ = context.driver.remove_peer(peer);
@@ -73,16 +78,25 @@ pub async fn keep(context: LinkContext, url: PeerUrl, peers: Peers) {
     }
 }
 
-type Socket = WebSocketStream<TcpStream>;
+pub(super) type Socket = WebSocketStream<TcpStream>;
 
-async fn connect(context: &LinkContext, url: &PeerUrl) -> Result<(Socket, Hello), Failure> {
-    match timeout(HANDSHAKE, handshake(context, url)).await {
+/// A connection to a prefill worker that fits, and what it says of itself.
+pub(super) async fn connect(
+    context: &LinkContext,
+    url: &PeerUrl,
+    on_demand: bool,
+) -> Result<(Socket, Greeting), Failure> {
+    match timeout(HANDSHAKE, handshake(context, url, on_demand)).await {
         Ok(result) => result,
         Err(_) => Err(Failure::Lost(format!("no answer within {HANDSHAKE:?}"))),
     }
 }
 
-async fn handshake(context: &LinkContext, url: &PeerUrl) -> Result<(Socket, Hello), Failure> {
+async fn handshake(
+    context: &LinkContext,
+    url: &PeerUrl,
+    on_demand: bool,
+) -> Result<(Socket, Greeting), Failure> {
     let stream =
         TcpStream::connect((url.host.as_str(), url.port)).await.map_err(|error| match error.kind() {
             ErrorKind::ConnectionRefused => Failure::Dead(error.to_string()),
@@ -94,12 +108,15 @@ async fn handshake(context: &LinkContext, url: &PeerUrl) -> Result<(Socket, Hell
         tokio_tungstenite::client_async(request, stream).await.map_err(|error| match error {
             WsError::Http(response) => {
                 let body = response.body().as_deref().map(String::from_utf8_lossy).unwrap_or_default();
-                Failure::Lost(format!("HTTP {}: {}", response.status(), body.trim()))
+                let said = format!("HTTP {}: {}", response.status(), body.trim());
+                // A worker of ours, of another role.
+                let misdirected = response.status() == StatusCode::MISDIRECTED_REQUEST;
+                if misdirected { Failure::Misfit(said) } else { Failure::Lost(said) }
             }
             other => Failure::Lost(other.to_string()),
         })?;
     let lost = |error: WsError| Failure::Lost(error.to_string());
-    let hello = Frame::Hello(Box::new((*context.hello).clone()));
+    let hello = Frame::Hello(Box::new(Greeting { on_demand, ..(*context.greeting).clone() }));
     socket.send(Message::Binary(hello.encode())).await.map_err(lost)?;
     loop {
         let Some(message) = socket.next().await.transpose().map_err(lost)? else {
@@ -107,10 +124,10 @@ async fn handshake(context: &LinkContext, url: &PeerUrl) -> Result<(Socket, Hell
         };
         let Message::Binary(bytes) = message else { continue };
         return match Frame::decode(&bytes) {
-            Ok(Frame::Hello(theirs)) => match context.hello.check(&theirs) {
-                Ok(()) if theirs.role.as_deref() == Some("prefill") => Ok((socket, *theirs)),
+            Ok(Frame::Hello(theirs)) => match context.greeting.hello.check(&theirs.hello) {
+                Ok(()) if theirs.hello.role.as_deref() == Some("prefill") => Ok((socket, *theirs)),
                 Ok(()) => {
-                    let role = theirs.role.as_deref().unwrap_or("unknown");
+                    let role = theirs.hello.role.as_deref().unwrap_or("unknown");
                     Err(Failure::Misfit(format!("its role is {role}, expected prefill")))
                 }
                 Err(found) => Err(Failure::Misfit(misfit(found.field, &found.theirs, &found.ours))),
@@ -124,11 +141,27 @@ async fn handshake(context: &LinkContext, url: &PeerUrl) -> Result<(Socket, Hell
 }
 
 /// Carries messages until the link ends; says why it did.
-async fn run(context: &LinkContext, peer: PeerId, socket: Socket) -> String {
+pub(super) async fn run(
+    context: &LinkContext,
+    peer: PeerId,
+    socket: Socket,
+    theirs: &Greeting,
+    on_demand: bool,
+    on_up: impl FnOnce(),
+) -> String {
     let (outbox, mut messages) = unbounded_channel();
-    if !context.engine.send(Event::PeerUp { peer, role: PeerRole::Prefill, outbox }) {
+    let probed = if on_demand { None } else { context.probe(peer).await };
+    let role = PeerRole::Prefill(PrefillLink {
+        direction: context.direction(probed.as_ref()),
+        max_prompt: theirs.max_prompt_tokens as usize,
+        lease: Duration::from_millis(theirs.lease_ms),
+        on_demand,
+    });
+    if !context.engine.send(Event::PeerUp { peer, role, outbox }) {
         return "the engine has stopped".into();
     }
+    // The engine hears of the peer before anything that names it.
+    on_up();
     carry(context, peer, socket, &mut messages).await
 }
 
@@ -138,7 +171,10 @@ async fn carry(
     mut socket: Socket,
     messages: &mut UnboundedReceiver<PeerMessage>,
 ) -> String {
-    let mut ping = interval(PING);
+    let silence = context.silence;
+    let mut ping = interval(silence / PINGS);
+    // After a standstill one ping is enough.
+    ping.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut heard = Instant::now();
     loop {
         tokio::select! {
@@ -163,8 +199,8 @@ async fn carry(
                 }
             }
             _ = ping.tick() => {
-                if heard.elapsed() > SILENCE {
-                    return format!("nothing heard for {SILENCE:?}");
+                if heard.elapsed() > silence {
+                    return format!("nothing heard for {silence:?}");
                 }
                 if let Err(error) = socket.send(Message::Ping(Default::default())).await {
                     return error.to_string();

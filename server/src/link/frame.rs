@@ -5,11 +5,23 @@ use engine::handoff::PeerMessage;
 use serde::{Deserialize, Serialize};
 use transfer::Hello;
 
+/// The first words of each side.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Greeting {
+    pub hello: Hello,
+    /// (Prefill worker) the longest prompt that it takes.
+    pub max_prompt_tokens: u64,
+    /// (Prefill worker) how long it keeps a ticket's blocks after the last renewal.
+    pub lease_ms: u64,
+    /// (Decode worker) the link is for KV that is kept here: nothing is to be written over it.
+    pub on_demand: bool,
+}
+
 /// One message of the link.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Frame {
     /// The first frame of each side.
-    Hello(Box<Hello>),
+    Hello(Box<Greeting>),
     /// Instead of a `Hello`: the two do not fit. `permanent`: trying again with the same processes is of no use.
     Refused {
         reason: String,
@@ -48,10 +60,28 @@ mod tests {
             seed: 1 << 63,
             cache_salt: Some("s".into()),
             deadline_ms: 5,
+            direction: transfer::Direction::Read,
+            checksum: true,
         };
+        let claim = ToPrefill::Claim {
+            ticket,
+            request_id: "r".into(),
+            kept: "k".into(),
+            tokens: vec![5],
+            cache_salt: None,
+            deadline_ms: 5,
+            checksum: false,
+        };
+        let offer =
+            ToDecode::Offer { ticket, first_block: 1, blocks: vec![7], checksums: vec![u64::MAX], last: true };
         let timing = PrefillTiming { wire_us: 9, ..Default::default() };
         for message in [
             PeerMessage::ToPrefill(open),
+            PeerMessage::ToPrefill(claim),
+            PeerMessage::ToDecode(offer),
+            PeerMessage::ToPrefill(ToPrefill::Renew { seq: 3, tickets: vec![ticket] }),
+            PeerMessage::ToDecode(ToDecode::Renewed { seq: 3, unknown: vec![ticket] }),
+            PeerMessage::ToPrefill(ToPrefill::Done { ticket, totals: Totals::default() }),
             PeerMessage::ToPrefill(ToPrefill::Grant { ticket, first_block: 2, blocks: vec![9, 10] }),
             PeerMessage::ToDecode(ToDecode::FirstToken {
                 ticket,

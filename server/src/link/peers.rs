@@ -3,6 +3,8 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use serde_json::{Value, json};
+
 use crate::config::PeerUrl;
 use crate::readiness::{Readiness, State};
 
@@ -11,7 +13,8 @@ use crate::readiness::{Readiness, State};
 pub enum Standing {
     /// No attempt has ended yet.
     Trying,
-    Up,
+    /// Linked; prompts of up to `max_prompt` tokens are computed there.
+    Up { max_prompt: u64 },
     Down(String),
     /// The two do not fit: with this pair no request may be served, or its text could be wrong.
     Refused(String),
@@ -35,7 +38,9 @@ impl Peers {
         let before = standings.insert(url.to_string(), standing.clone());
         if before.as_ref() != Some(&standing) {
             match &standing {
-                Standing::Up => tracing::info!(peer = %url, "linked to the prefill worker"),
+                Standing::Up { max_prompt } => {
+                    tracing::info!(peer = %url, max_prompt, "linked to the prefill worker")
+                }
                 Standing::Down(reason) => {
                     tracing::warn!(peer = %url, reason, "no link to the prefill worker")
                 }
@@ -51,6 +56,20 @@ impl Peers {
     }
 }
 
+impl Peers {
+    /// For `/health`: each prefill worker, how its link stands, why, and the longest prompt it takes.
+    pub fn details(&self) -> Vec<Value> {
+        let standings = self.standings.lock().unwrap_or_else(PoisonError::into_inner);
+        let detail = |(url, standing): (&String, &Standing)| match standing {
+            Standing::Trying => json!({ "url": url, "link": "trying" }),
+            Standing::Up { max_prompt } => json!({ "url": url, "link": "up", "max_prompt_tokens": max_prompt }),
+            Standing::Down(reason) => json!({ "url": url, "link": "down", "reason": reason }),
+            Standing::Refused(reason) => json!({ "url": url, "link": "refused", "reason": reason }),
+        };
+        standings.iter().map(detail).collect()
+    }
+}
+
 /// `None` while the first attempts are under way.
 fn readiness(standings: &BTreeMap<String, Standing>) -> Option<State> {
     let refused = standings.iter().find_map(|(url, standing)| match standing {
@@ -60,7 +79,7 @@ fn readiness(standings: &BTreeMap<String, Standing>) -> Option<State> {
     if let Some(reason) = refused {
         return Some(State::Unavailable(reason));
     }
-    if standings.values().any(|standing| *standing == Standing::Up) {
+    if standings.values().any(|standing| matches!(standing, Standing::Up { .. })) {
         return Some(State::Ready);
     }
     if standings.values().any(|standing| *standing == Standing::Trying) {
@@ -87,13 +106,14 @@ mod tests {
 
     #[test]
     fn one_link_serves_a_misfit_never_does() {
+        let up = Standing::Up { max_prompt: 9 };
         let (down, refused) =
             (Standing::Down("refused".into()), Standing::Refused("block size differs".into()));
         assert_eq!(of(&[Standing::Trying, down.clone()]), None);
-        assert_eq!(of(&[Standing::Up, down.clone()]), Some(State::Ready));
+        assert_eq!(of(&[up.clone(), down.clone()]), Some(State::Ready));
         let Some(State::Degraded(reason)) = of(&[down.clone(), down.clone()]) else { panic!() };
         assert!(reason.contains("http://p:1: refused"), "{reason}");
-        let Some(State::Unavailable(reason)) = of(&[Standing::Up, refused]) else { panic!() };
+        let Some(State::Unavailable(reason)) = of(&[up, refused]) else { panic!() };
         assert!(reason.contains("http://p:1: block size differs"), "{reason}");
     }
 }

@@ -6,17 +6,19 @@ use std::sync::{Arc, Mutex, PoisonError};
 use axum::Router;
 use axum::extract::State;
 use axum::extract::ws::{Message, WebSocket, WebSocketUpgrade};
+use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use engine::event::{Event, PeerRole};
 use engine::handoff::{PeerMessage, TicketId, ToDecode, ToPrefill};
 use tokio::sync::mpsc::unbounded_channel;
 use tokio::sync::oneshot;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout, timeout_at};
 use transfer::{Hello, PeerId};
 
-use super::frame::Frame;
-use super::{HANDSHAKE, LinkContext, SILENCE, misfit};
+use super::frame::{Frame, Greeting};
+use super::{HANDSHAKE, LinkContext, misfit};
+use crate::args::Role;
 use crate::error::ApiError;
 use crate::readiness::State as ReadyState;
 use crate::shutdown::Running;
@@ -63,23 +65,23 @@ pub fn routes(state: &Arc<AppState>) -> Router {
 }
 
 async fn upgrade(State(state): State<Arc<AppState>>, upgrade: WebSocketUpgrade) -> Response {
+    if state.role != Role::Prefill {
+        let message = format!("this worker's role is {}: only prefill workers take links", state.role.as_str());
+        return ApiError::new(StatusCode::MISDIRECTED_REQUEST, message).into_response();
+    }
     let Some(server) = state.link.get().cloned() else {
-        let message = match state.readiness.get() {
-            ReadyState::Loading => "the model is being loaded".to_owned(),
-            _ => format!("this worker's role is {}: only prefill workers take links", state.role.as_str()),
-        };
-        return ApiError::unavailable(&message).into_response();
+        return ApiError::unavailable("the model is being loaded").into_response();
     };
     upgrade.on_upgrade(move |socket| async move { serve(&server, &state, socket).await })
 }
 
 async fn serve(server: &LinkServer, state: &AppState, mut socket: WebSocket) {
     let context = &server.context;
-    let hello = match timeout(HANDSHAKE, first_frame(&mut socket)).await {
-        Ok(Some(Frame::Hello(hello))) => *hello,
+    let Greeting { hello, on_demand, .. } = match timeout(HANDSHAKE, first_frame(&mut socket)).await {
+        Ok(Some(Frame::Hello(greeting))) => *greeting,
         _ => return tracing::warn!("a link that did not begin with a handshake was closed"),
     };
-    let peer = match accept(server, state, &hello).await {
+    let peer = match accept(server, state, &hello, on_demand).await {
         Ok(peer) => peer,
         Err((reason, permanent)) => {
             tracing::warn!(reason, incarnation = hello.incarnation, "refused a decode worker");
@@ -88,9 +90,9 @@ async fn serve(server: &LinkServer, state: &AppState, mut socket: WebSocket) {
             return;
         }
     };
-    let ours = Frame::Hello(Box::new((*context.hello).clone()));
+    let ours = Frame::Hello(Box::new((*context.greeting).clone()));
     if socket.send(Message::Binary(ours.encode())).await.is_ok() {
-        tracing::info!(?peer, incarnation = hello.incarnation, "linked to a decode worker");
+        tracing::info!(?peer, incarnation = hello.incarnation, on_demand, "linked to a decode worker");
         let reason = Carrier { context, state, peer, open: HashMap::new() }.carry(socket).await;
         tracing::info!(?peer, reason, "the link to a decode worker ended");
     }
@@ -98,16 +100,26 @@ async fn serve(server: &LinkServer, state: &AppState, mut socket: WebSocket) {
 }
 
 /// Checks that the two fit and makes the peer known; else why not, and whether trying again is of no use.
-async fn accept(server: &LinkServer, state: &AppState, hello: &Hello) -> Result<PeerId, (String, bool)> {
+async fn accept(
+    server: &LinkServer,
+    state: &AppState,
+    hello: &Hello,
+    on_demand: bool,
+) -> Result<PeerId, (String, bool)> {
     if state.readiness.get() == ReadyState::Draining {
         return Err(("the prefill worker is shutting down".into(), false));
     }
     server
         .context
+        .greeting
         .hello
         .check(hello)
         .map_err(|found| (misfit(found.field, &found.ours, &found.theirs), true))?;
-    let peer = server.succeed(hello.incarnation).await.map_err(|reason| (reason, false))?;
+    let peer = match on_demand {
+        // Nothing is written over it, so nothing of an earlier one needs to settle.
+        true => server.context.new_peer(),
+        false => server.succeed(hello.incarnation).await.map_err(|reason| (reason, false))?,
+    };
     let added = server.context.add_peer(peer, hello.metadata.clone()).await;
     added.map_err(|error| (format!("the KV transport cannot reach the decode worker: {error}"), false))?;
     Ok(peer)
@@ -139,10 +151,13 @@ impl Carrier<'_> {
         if !self.context.engine.send(Event::PeerUp { peer: self.peer, role: PeerRole::Decode, outbox }) {
             return "the engine has stopped".into();
         }
+        let silence = self.context.silence;
+        let mut heard = Instant::now();
         loop {
             tokio::select! {
-                received = timeout(SILENCE, socket.recv()) => match received {
-                    Err(_) => return format!("nothing heard for {SILENCE:?}"),
+                // Counted from what was heard last, not from what was said.
+                received = timeout_at(heard + silence, socket.recv()) => match received.inspect(|_| heard = Instant::now()) {
+                    Err(_) => return format!("nothing heard for {silence:?}"),
                     Ok(None) => return "closed by the decode worker".into(),
                     Ok(Some(Err(error))) => return error.to_string(),
                     Ok(Some(Ok(Message::Binary(bytes)))) => match Frame::decode(&bytes) {
@@ -172,7 +187,7 @@ impl Carrier<'_> {
 
     /// Hands a message to the engine; a shutdown refuses new tickets at once.
     fn received(&mut self, message: PeerMessage) -> Option<PeerMessage> {
-        if let PeerMessage::ToPrefill(ToPrefill::Open { ticket, .. }) = &message {
+        if let PeerMessage::ToPrefill(ToPrefill::Open { ticket, .. } | ToPrefill::Claim { ticket, .. }) = &message {
             if self.state.readiness.get() == ReadyState::Draining {
                 let reason = "the prefill worker is shutting down".to_owned();
                 return Some(PeerMessage::ToDecode(ToDecode::Failed {

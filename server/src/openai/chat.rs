@@ -11,6 +11,7 @@ use serde_json::{Map, Value};
 use super::body::JsonBody;
 use super::fields::Fields;
 use super::generate::{Job, respond};
+use super::kv_transfer::KvTransfer;
 use super::message::take_messages;
 use super::options::Options;
 use super::response::Api;
@@ -32,11 +33,13 @@ pub async fn chat_completions(
     state.check_model(fields.str("model")?)?;
     let serving = state.serving()?;
     check_chat(&fields)?;
-    let options = Options::parse(Api::Chat, &fields, &serving.defaults, serving.engine.info())?;
+    let kv = KvTransfer::parse(&fields, &state)?;
+    let mut options = Options::parse(Api::Chat, &fields, &serving.defaults, serving.engine.info())?;
+    kv.restrict(1, &mut options)?;
     let conversation = take_conversation(&mut fields)?;
     let prompts = vec![serving.text.clone().encode_chat(conversation).await?];
     let default_max_tokens = DEFAULT_MAX_TOKENS;
-    let job = Job { api: Api::Chat, request_id, arrival, options, prompts, default_max_tokens };
+    let job = Job { api: Api::Chat, request_id, arrival, options, prompts, default_max_tokens, kv };
     respond(&state, serving, job).await
 }
 

@@ -1,6 +1,6 @@
 //! One answer as it grows: tokens from the engine in, text out, up to the first stop string.
 
-use engine::api::{Logprobs, Output, RequestError, TokenId};
+use engine::api::{KeptKv, Logprobs, Output, RequestError, TokenId};
 use engine::handle::OutputStream;
 use serde::Serialize;
 
@@ -55,12 +55,21 @@ pub struct Piece {
     pub finish: Option<Finish>,
 }
 
+/// How a choice ends, and what is to be known of it then.
+pub struct Ends {
+    pub max_tokens: usize,
+    /// Wait for the engine's report even if a stop string ends the choice.
+    pub report: bool,
+    /// Told of the KV that a prefill worker keeps.
+    pub on_kept: Box<dyn Fn(&KeptKv) + Send>,
+}
+
 /// One sequence that the engine generates. Dropping it aborts the sequence.
 pub struct Choice {
     /// Its number in the answer.
     pub index: usize,
     pub share: Share,
-    max_tokens: usize,
+    ends: Ends,
     outputs: OutputStream,
     text: AnswerText,
     /// Wait for text to come with.
@@ -68,15 +77,15 @@ pub struct Choice {
 }
 
 impl Choice {
-    /// Answer number `index`, of at most `max_tokens`; `share` names its prompt.
+    /// Answer number `index`; `share` names its prompt.
     pub fn new(
         index: usize,
         share: Share,
-        max_tokens: usize,
+        ends: Ends,
         outputs: OutputStream,
         text: AnswerText,
     ) -> Self {
-        Self { index, share, max_tokens, outputs, text, logprobs: Vec::new() }
+        Self { index, share, ends, outputs, text, logprobs: Vec::new() }
     }
 
     /// The next output's text and that of all others which are there already. Not to be called after the end.
@@ -95,11 +104,11 @@ impl Choice {
             let ended = || RequestError::Internal("the engine sent nothing after the last token".into());
             self.take(output.ok_or_else(ended)?, piece)?;
             if piece.finish.is_some() {
-                return Ok(());
+                return self.finish().await;
             }
             // The end follows the last token at once; in the same piece it is no further event, which clients that
             // measure the time between tokens would take for one.
-            output = match self.share.completion_tokens >= self.max_tokens {
+            output = match self.share.completion_tokens >= self.ends.max_tokens {
                 true => self.outputs.next().await,
                 false => self.outputs.try_next(),
             };
@@ -107,6 +116,22 @@ impl Choice {
                 return Ok(());
             }
         }
+    }
+
+    /// Tells the engine of an end that it does not know of, which a stop string is.
+    async fn finish(&mut self) -> Result<(), RequestError> {
+        self.outputs.finish();
+        while self.ends.report && self.share.report.is_none() {
+            match self.outputs.next().await {
+                Some(Output::Finished { usage, timeline, .. }) => {
+                    self.share.report = Some(Report::new(timeline, &usage));
+                }
+                Some(Output::Token { .. }) => {}
+                Some(Output::Failed(error)) => return Err(error),
+                None => break,
+            }
+        }
+        Ok(())
     }
 
     fn take(&mut self, output: Output, piece: &mut Piece) -> Result<(), RequestError> {
@@ -119,7 +144,10 @@ impl Choice {
                     piece.finish = Some(stopped_by(stop));
                 }
             }
-            Output::Finished { reason, stop_token, usage, timeline } => {
+            Output::Finished { reason, stop_token, usage, timeline, kept } => {
+                if let Some(kept) = kept {
+                    (self.ends.on_kept)(&kept);
+                }
                 self.share.report = Some(Report::new(timeline, &usage));
                 self.share.completion_tokens = usage.completion_tokens;
                 self.share.cached_tokens = usage.cached_tokens;

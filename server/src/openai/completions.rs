@@ -9,6 +9,7 @@ use axum::response::Response;
 
 use super::body::JsonBody;
 use super::generate::{Job, respond};
+use super::kv_transfer::KvTransfer;
 use super::options::Options;
 use super::prompt::take_prompts;
 use super::response::Api;
@@ -29,12 +30,14 @@ pub async fn completions(
     state.check_model(fields.str("model")?)?;
     let serving = state.serving()?;
     check_completions(&fields)?;
-    let options = Options::parse(Api::Completions, &fields, &serving.defaults, serving.engine.info())?;
+    let kv = KvTransfer::parse(&fields, &state)?;
+    let mut options = Options::parse(Api::Completions, &fields, &serving.defaults, serving.engine.info())?;
     let prompts = take_prompts(&mut fields)?;
+    kv.restrict(prompts.len(), &mut options)?;
     check_count(prompts.len() * options.n, serving.engine.info().max_queued)?;
     let prompts = serving.text.clone().encode(prompts).await?;
     let default_max_tokens = DEFAULT_MAX_TOKENS;
-    let job = Job { api: Api::Completions, request_id, arrival, options, prompts, default_max_tokens };
+    let job = Job { api: Api::Completions, request_id, arrival, options, prompts, default_max_tokens, kv };
     respond(&state, serving, job).await
 }
 

@@ -1,17 +1,20 @@
 //! From checked requests to answers: submits one sequence per prompt and answer, then collects or streams them.
 
-use std::time::Instant;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use axum::Json;
 use axum::response::{IntoResponse, Response};
-use engine::api::{GenerateRequest, RequestError, TokenId};
+use engine::api::{GenerateRequest, KeptKv, RequestError, TokenId};
+use engine::core::Fetch;
 use futures_util::future::try_join_all;
 use serde_json::Value;
 
-use super::choice::{Choice, Share};
+use super::choice::{Choice, Ends, Share};
+use super::kv_transfer::{self, Extras, KvTransfer};
 use super::options::Options;
 use super::response::{Answer, Api, Envelope, Usage};
-use super::{sse, timeline};
+use super::sse;
 use crate::error::ApiError;
 use crate::layers::RequestId;
 use crate::state::{AppState, Serving, unix_time};
@@ -25,23 +28,35 @@ pub struct Job {
     pub prompts: Vec<Vec<TokenId>>,
     /// For requests that set no limit; cut to what the model's length leaves.
     pub default_max_tokens: usize,
+    pub kv: KvTransfer,
 }
 
 /// Runs `job` and answers it in one piece or as a stream. Dropping the future, or the body of the response, aborts it.
-pub async fn respond(state: &AppState, serving: &Serving, job: Job) -> Result<Response, ApiError> {
-    let choices = submit(state, serving, &job)?;
+pub async fn respond(state: &Arc<AppState>, serving: &Serving, job: Job) -> Result<Response, ApiError> {
+    let extras = Extras {
+        return_timeline: job.options.return_timeline,
+        with_kv: job.kv != KvTransfer::None,
+        kept: Arc::default(),
+    };
+    let fetch = job.kv.fetch(state).await?;
+    let choices = submit(state, serving, &job, fetch, &extras)?;
     let envelope = Envelope::new(job.api, &job.request_id.0, unix_time(), &state.model_name);
     match job.options.stream {
         Some(stream) => {
-            let return_timeline = job.options.return_timeline;
-            sse::respond(envelope, stream, return_timeline, choices, state.drain.clone()).await
+            sse::respond(envelope, stream, extras, choices, state.drain.clone()).await
         }
-        None => Ok(collect(envelope, &job.options, choices).await?.into_response()),
+        None => Ok(collect(envelope, &job.options, extras, choices).await?.into_response()),
     }
 }
 
 /// If one is refused, the ones before it are dropped and so aborted.
-fn submit(state: &AppState, serving: &Serving, job: &Job) -> Result<Vec<Choice>, ApiError> {
+fn submit(
+    state: &Arc<AppState>,
+    serving: &Serving,
+    job: &Job,
+    fetch: Option<Fetch>,
+    extras: &Extras,
+) -> Result<Vec<Choice>, ApiError> {
     let mut choices = Vec::new();
     for (prompt, ids) in job.prompts.iter().enumerate() {
         for copy in 0..job.options.n {
@@ -51,15 +66,23 @@ fn submit(state: &AppState, serving: &Serving, job: &Job) -> Result<Vec<Choice>,
                 prompt: ids.clone(),
                 sampling: job.options.sampling_for(copy, ids.len(), job.default_max_tokens, max_len),
                 cache_salt: job.options.cache_salt.clone(),
+                keep: job.kv == KvTransfer::Keep,
+                fetch: fetch.clone(),
                 arrival: job.arrival,
-                timeout: state.request_timeout,
+                timeout: job.options.timeout.unwrap_or(Duration::MAX).min(state.request_timeout),
             };
             let min_tokens = request.sampling.min_tokens;
             let text = serving.text.answer(&job.options.stop, min_tokens, job.options.skip_special_tokens)?;
             let max_tokens = request.sampling.max_tokens;
             let outputs = serving.engine.submit(request)?;
             let share = Share { prompt, prompt_tokens: ids.len(), ..Share::default() };
-            choices.push(Choice::new(choices.len(), share, max_tokens, outputs, text));
+            let report = extras.return_timeline || extras.with_kv;
+            let on_kept = {
+                let (state, kept) = (state.clone(), extras.kept.clone());
+                move |kv: &KeptKv| drop(kept.set(kv_transfer::params_of(kv, &state)))
+            };
+            let ends = Ends { max_tokens, report, on_kept: Box::new(on_kept) };
+            choices.push(Choice::new(choices.len(), share, ends, outputs, text));
         }
     }
     Ok(choices)
@@ -68,13 +91,14 @@ fn submit(state: &AppState, serving: &Serving, job: &Job) -> Result<Vec<Choice>,
 async fn collect(
     envelope: Envelope,
     options: &Options,
+    extras: Extras,
     choices: Vec<Choice>,
 ) -> Result<Json<Value>, ApiError> {
     let with_logprobs = options.with_logprobs();
     let finished = try_join_all(choices.into_iter().map(|choice| finish(choice, with_logprobs))).await?;
     let (answers, shares): (Vec<_>, Vec<_>) = finished.into_iter().unzip();
-    let timeline = timeline::fields(options.return_timeline, &shares);
-    Ok(Json(envelope.answer(answers, usage(&shares), timeline)))
+    let extras = extras.fields(&shares);
+    Ok(Json(envelope.answer(answers, usage(&shares), extras)))
 }
 
 async fn finish(mut choice: Choice, with_logprobs: bool) -> Result<(Answer, Share), RequestError> {

@@ -14,6 +14,7 @@ mod choice;
 pub mod completions;
 mod fields;
 mod generate;
+mod kv_transfer;
 mod logprobs;
 mod message;
 pub mod models;

@@ -1,5 +1,7 @@
 //! The fields that completions and chat share: sampling, limits, stops, streaming, timeline.
 
+use std::time::Duration;
+
 use engine::api::SamplingParams;
 use engine::handle::EngineInfo;
 use models::SamplingDefaults;
@@ -30,6 +32,8 @@ pub struct Options {
     pub cache_salt: Option<String>,
     /// Say where the time went.
     pub return_timeline: bool,
+    /// The request fails after this long; `None`: after the server's own limit, which also bounds this one.
+    pub timeout: Option<Duration>,
     /// `None`: one JSON answer.
     pub stream: Option<StreamOptions>,
 }
@@ -64,8 +68,16 @@ impl Options {
             skip_special_tokens: fields.bool("skip_special_tokens")?.unwrap_or(true),
             cache_salt: cache_salt(fields)?,
             return_timeline: fields.bool("return_timeline")?.unwrap_or(false),
+            timeout: timeout(fields)?,
             stream: stream(fields)?,
         })
+    }
+
+    /// The answer is one token, whatever was asked for, and ends with it.
+    pub fn only_first_token(&mut self) {
+        self.max_tokens = Some(1);
+        self.sampling.min_tokens = 0;
+        self.stop.clear();
     }
 
     /// Whether each token's log-probability was asked for.
@@ -135,6 +147,13 @@ fn cache_salt(fields: &Fields) -> Result<Option<String>, ApiError> {
         Some("") => Err(fields.unexpected("cache_salt", "a string that is not empty")),
         salt => Ok(salt.map(str::to_owned)),
     }
+}
+
+/// `timeout_secs`, an extension.
+fn timeout(fields: &Fields) -> Result<Option<Duration>, ApiError> {
+    let positive = |secs: f64| secs > 0.0 && Duration::try_from_secs_f64(secs).is_ok();
+    let secs = fields.number_within("timeout_secs", "a number of seconds above 0", positive)?;
+    Ok(secs.map(Duration::from_secs_f64))
 }
 
 fn stream(fields: &Fields) -> Result<Option<StreamOptions>, ApiError> {

@@ -205,3 +205,14 @@ fn usage_is_streamed_only_when_asked_for() {
     let without = json!({"stream": true, "stream_options": {"continuous_usage_stats": true}});
     assert_eq!(stream(without), Some(StreamOptions::default()));
 }
+
+#[test]
+fn a_request_sets_its_own_deadline() {
+    let timeout = |value: Value| parse(json!({"timeout_secs": value})).map(|options| options.timeout);
+    assert_eq!(timeout(json!(1.5)).unwrap(), Some(Duration::from_millis(1500)));
+    assert_eq!(timeout(Value::Null).unwrap(), None);
+    for wrong in [json!(0), json!(-1), json!(1e300), json!("5"), json!(true)] {
+        let error = timeout(wrong.clone()).unwrap_err().message;
+        assert!(error.contains("timeout_secs") && error.contains("number"), "{wrong}: {error}");
+    }
+}

@@ -90,7 +90,7 @@ struct Chunk<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     system_fingerprint: Option<&'static str>,
     #[serde(flatten)]
-    timeline: Map<String, Value>,
+    extras: Map<String, Value>,
 }
 
 impl Envelope {
@@ -98,15 +98,15 @@ impl Envelope {
         Self { api, id: format!("{}-{request_id}", api.id_prefix()), created, model: model.to_owned() }
     }
 
-    /// The whole answer, with the fields of `timeline`.
-    pub fn answer(&self, answers: Vec<Answer>, usage: Usage, timeline: Map<String, Value>) -> Value {
+    /// The whole answer, with the fields of `extras`.
+    pub fn answer(&self, answers: Vec<Answer>, usage: Usage, extras: Map<String, Value>) -> Value {
         let choices: Vec<_> =
             answers.into_iter().enumerate().map(|(i, answer)| self.choice(i, answer)).collect();
         let mut answer = json!({
             "id": self.id, "object": self.api.object(false), "created": self.created, "model": self.model,
             "choices": choices, "service_tier": null, "system_fingerprint": SYSTEM_FINGERPRINT, "usage": usage,
         });
-        answer.as_object_mut().expect("made as an object. This is a bug.").extend(timeline);
+        answer.as_object_mut().expect("made as an object. This is a bug.").extend(extras);
         answer
     }
 
@@ -157,8 +157,8 @@ impl Envelope {
     }
 
     /// The last chunk of a stream that was asked for its usage or its timeline.
-    pub fn last(&self, usage: Option<Usage>, timeline: Map<String, Value>) -> String {
-        self.chunk(&[], usage, true, timeline)
+    pub fn last(&self, usage: Option<Usage>, extras: Map<String, Value>) -> String {
+        self.chunk(&[], usage, true, extras)
     }
 
     fn chunk(
@@ -166,7 +166,7 @@ impl Envelope {
         choices: &[Value],
         usage: Option<Usage>,
         last: bool,
-        timeline: Map<String, Value>,
+        extras: Map<String, Value>,
     ) -> String {
         let chunk = Chunk {
             id: &self.id,
@@ -176,7 +176,7 @@ impl Envelope {
             choices,
             usage,
             system_fingerprint: last.then_some(SYSTEM_FINGERPRINT),
-            timeline,
+            extras,
         };
         serde_json::to_string(&chunk).expect("strings and numbers always serialize. This is a bug.")
     }

@@ -13,9 +13,9 @@ use futures_util::{FutureExt, Stream};
 
 use super::choice::{Choice, Piece, Share};
 use super::generate::usage;
+use super::kv_transfer::Extras;
 use super::options::StreamOptions;
 use super::response::Envelope;
-use super::timeline;
 use crate::error::ApiError;
 use crate::shutdown::{Drain, Running};
 use crate::state::AppState;
@@ -28,7 +28,7 @@ const NO_CACHE: HeaderValue = HeaderValue::from_static("no-cache");
 pub async fn respond(
     envelope: Envelope,
     options: StreamOptions,
-    return_timeline: bool,
+    extras: Extras,
     choices: Vec<Choice>,
     drain: Drain,
 ) -> Result<Response, ApiError> {
@@ -40,7 +40,7 @@ pub async fn respond(
     };
     let cut = Box::pin(drain.cut());
     let running = drain.enter();
-    let events = Events { envelope, options, return_timeline, updates, first, opened, shares, cut, running };
+    let events = Events { envelope, options, extras, updates, first, opened, shares, cut, running };
     let body = stream::unfold(Some(events), |events| async move {
         let mut events = events?;
         let (bytes, more) = events.next().await;
@@ -72,7 +72,7 @@ fn updates(choice: Choice) -> impl Stream<Item = Update> + Send + 'static {
 struct Events {
     envelope: Envelope,
     options: StreamOptions,
-    return_timeline: bool,
+    extras: Extras,
     updates: SelectAll<BoxStream<'static, Update>>,
     /// Was awaited before the answer began.
     first: Option<Update>,
@@ -131,9 +131,9 @@ impl Events {
 
     fn done(&self, mut out: String) -> (Bytes, bool) {
         let usage = self.options.include_usage.then(|| usage(&self.shares));
-        let timeline = timeline::fields(self.return_timeline, &self.shares);
-        if usage.is_some() || !timeline.is_empty() {
-            event(&mut out, &self.envelope.last(usage, timeline));
+        let extras = self.extras.fields(&self.shares);
+        if usage.is_some() || !extras.is_empty() {
+            event(&mut out, &self.envelope.last(usage, extras));
         }
         event(&mut out, "[DONE]");
         (out.into(), false)

@@ -7,18 +7,19 @@
 //! {
 //!   "scheduled_ms": 0.412, "ticket_opened_ms": 0.5, "granted_ms": 3.1, "first_token_ms": 80.2,
 //!   "kv_received_ms": 81.9, "last_token_ms": 412.7, "preemptions": 0, "transferred_tokens": 2000,
+//!   "recomputed": null,
 //!   "prefill": {"queue_ms": 2.4, "compute_ms": 74.0, "post_ms": 0.3, "wire_ms": 9.1, "exposed_ms": 1.2},
 //!   "transfer": {"writes": 4, "blocks": 125, "bytes": 14336000, "descriptors": 56}
 //! }
 //! ```
 //!
 //! Times are milliseconds since the request's arrival, those in `prefill` durations; null is what did not happen.
-//! `prefill` and `transfer` are null unless a prefill worker computed the prompt. An answer that a stop string ended
-//! has null as its timeline: the engine learns of the end from the server and reports no more on it.
+//! `prefill` and `transfer` are null unless a prefill worker computed the prompt, `recomputed` unless that failed and why.
+//! `exposed_ms` is the part of the transfer that the computation did not hide.
 
 use std::time::Duration;
 
-use engine::api::{Timeline, Usage};
+use engine::api::{KvFault, Timeline, Usage};
 use engine::handoff::PrefillTiming;
 use serde_json::{Map, Value, json};
 
@@ -47,6 +48,11 @@ impl Report {
     pub fn new(timeline: Timeline, usage: &Usage) -> Self {
         Self { timeline, transferred_tokens: usage.transferred_tokens }
     }
+
+    /// Why the prompt was computed here although its KV was to come from elsewhere.
+    pub fn recomputed(&self) -> Option<KvFault> {
+        self.timeline.recomputed
+    }
 }
 
 fn of(share: &Share) -> Value {
@@ -60,6 +66,7 @@ fn of(share: &Share) -> Value {
         "last_token_ms": timeline.last_token.map(ms),
         "preemptions": timeline.preemptions,
         "transferred_tokens": transferred_tokens,
+        "recomputed": timeline.recomputed.map(KvFault::label),
         "prefill": timeline.prefill.map(prefill),
         "transfer": timeline.transfer,
     })
@@ -102,6 +109,7 @@ mod tests {
             kv_received: us(81_900),
             last_token: us(412_700),
             preemptions: 1,
+            recomputed: None,
             prefill: Some(PrefillTiming {
                 queue_us: 2_400,
                 compute_us: 74_000,
@@ -114,7 +122,7 @@ mod tests {
         let expected = json!({ "timeline": {
             "scheduled_ms": 0.412, "ticket_opened_ms": 0.5, "granted_ms": 3.1, "first_token_ms": 80.2,
             "kv_received_ms": 81.9, "last_token_ms": 412.7, "preemptions": 1, "transferred_tokens": 2000,
-            "prefill": {
+            "recomputed": null, "prefill": {
                 "queue_ms": 2.4, "compute_ms": 74.0, "post_ms": 0.3, "wire_ms": 9.1, "exposed_ms": 1.2,
             },
             "transfer": {"writes": 4, "blocks": 125, "bytes": 14336000, "descriptors": 56},

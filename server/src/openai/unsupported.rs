@@ -34,7 +34,6 @@ const COMMON: &[Field] = &[
     field("return_token_ids", is_false, "false"),
     field("return_tokens_as_token_ids", is_false, "false"),
     field("priority", is_zero, "0"),
-    field("kv_transfer_params", never, "null"),
     field("logits_processors", is_empty, "an empty list"),
     field("thinking_token_budget", never, "null"),
 ];

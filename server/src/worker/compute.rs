@@ -188,7 +188,7 @@ fn try_step(model: &mut dyn Model, pool: &Arc<KvPool>) -> anyhow::Result<()> {
     meta.push(&[0], 0, 1, pool.layout().block_size);
     let batch = Batch { tokens: vec![0], meta: Arc::new(meta), logits_rows: vec![0] };
     // No draw: a device that samples gives the logits, too.
-    let logits = model.step(&batch, &[None], pool).map_err(anyhow::Error::msg)?.logits;
+    let logits = model.step(&batch, &[None], pool, &mut |_| ()).map_err(anyhow::Error::msg)?.logits;
     if logits.is_empty() {
         bail!("the model gave no logits");
     }

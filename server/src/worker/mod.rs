@@ -12,18 +12,20 @@ use engine::metrics::Metrics;
 use engine::service::{self, Parts};
 use tokio::runtime::Handle;
 use tokio::task::JoinHandle;
-use transfer::Hello;
+use transfer::{Hello, LayoutFingerprint};
 use transfer::wire::PROTOCOL_VERSION;
 
 use self::compute::Compute;
 use crate::app::Worker;
 use crate::args::{self, Role};
 use crate::config::{Config, PeerUrl};
+use crate::link::demand::Demand;
+use crate::link::frame::Greeting;
 use crate::link::peers::Peers;
 use crate::link::server::LinkServer;
 use crate::link::{LinkContext, client};
 use crate::readiness::State;
-use crate::state::{AppState, Serving};
+use crate::state::{AppState, Handoffs, Serving};
 use crate::text::Text;
 
 /// Loads what `config` asks for. Blocks; must run within a tokio runtime.
@@ -36,6 +38,10 @@ pub fn load(config: &Config, state: &Arc<AppState>) -> anyhow::Result<Worker> {
         block_size: config.block_size,
         num_blocks: pool.num_blocks(),
         block_bytes: pool.layout().block_bytes() as u64,
+        num_layers: pool.layout().num_layers,
+        push_layers: config.kv_push_layers.unwrap_or(pool.layout().num_layers),
+        lease: config.kv_lease,
+        kv_checksum: config.kv_checksum,
         max_model_len,
         max_batched_tokens: config.max_num_batched_tokens,
         max_seqs: config.max_num_seqs,
@@ -65,6 +71,10 @@ pub fn load(config: &Config, state: &Arc<AppState>) -> anyhow::Result<Worker> {
         pool_bytes: pool.len() as u64,
         metadata: Vec::new(),
     };
+    let hello = match config.kv_layout_version {
+        Some(version) => Hello { fingerprint: LayoutFingerprint { version, ..hello.fingerprint }, ..hello },
+        None => hello,
+    };
     let linked = match config.role {
         Role::Both => None,
         Role::Prefill | Role::Decode => Some(transport::open(config, &pool, hello, events.clone())?),
@@ -72,12 +82,17 @@ pub fn load(config: &Config, state: &Arc<AppState>) -> anyhow::Result<Worker> {
     let driver = linked.as_ref().map(|(driver, _)| driver.clone());
     let metrics = Arc::new(Metrics::new(&config.served_model_name));
     metrics.cache_config(config.block_size, pool.num_blocks(), pool.layout().dtype.as_str());
-    let engine = service::spawn(Parts { config: core, info, metrics, runner, driver }, events, queue);
+    let max_prompt_tokens = (max_model_len - 1).min(pool.num_blocks() * config.block_size) as u64;
+    let parts = Parts { config: core, info, metrics, runner, pool: Some(pool), driver, kv_events: None };
+    let engine = service::spawn(parts, events, queue);
     let serving = Serving { engine: engine.handle.clone(), text, defaults: files.generation.sampling };
     let tasks: Tasks = Arc::default();
     let ended = tasks.clone();
     let start = linked.map(|(driver, hello)| {
-        let context = LinkContext::new(engine.handle.clone(), driver, hello);
+        let lease_ms = config.kv_lease.as_millis() as u64;
+        let greeting = Greeting { hello, max_prompt_tokens, lease_ms, on_demand: false };
+        let (silence, direction) = (config.kv_link_timeout, config.kv_direction);
+        let context = LinkContext::new(engine.handle.clone(), driver, greeting, silence, direction);
         let (config, state, runtime) = (config.clone(), state.clone(), Handle::current());
         Box::new(move || link(&config, &state, context, &runtime, &tasks)) as Box<dyn FnOnce() + Send>
     });
@@ -94,14 +109,21 @@ type Tasks = Arc<Mutex<Vec<JoinHandle<()>>>>;
 /// Takes links (prefill) or keeps them (decode), and sees to readiness from here on.
 fn link(config: &Config, state: &Arc<AppState>, context: LinkContext, runtime: &Handle, tasks: &Tasks) {
     if config.role == Role::Prefill {
-        let first = state.link.set(Arc::new(LinkServer::new(context))).is_ok();
+        let host = config.kv_advertise_host.clone().unwrap_or_else(|| transport::own_host(config));
+        let first = state.kv.set(Handoffs::Keeps { engine_id: context.engine_id(), host }).is_ok()
+            && state.link.set(Arc::new(LinkServer::new(context))).is_ok();
         assert!(first, "a process loads one model. This is a bug.");
         return state.readiness.set(State::Ready);
     }
+    let peers = Peers::new(&config.prefill, state.readiness.clone());
+    let demand = Demand::new(context.clone());
+    let first = state.kv.set(Handoffs::Fetches { demand: demand.clone(), peers: peers.clone() }).is_ok();
+    assert!(first, "a process loads one model. This is a bug.");
     if config.prefill.is_empty() {
         return state.readiness.set(State::Ready);
     }
-    let peers = Peers::new(&config.prefill, state.readiness.clone());
-    let keep = |url: &PeerUrl| runtime.spawn(client::keep(context.clone(), url.clone(), peers.clone()));
+    let keep = |url: &PeerUrl| {
+        runtime.spawn(client::keep(context.clone(), url.clone(), peers.clone(), demand.clone()))
+    };
     tasks.lock().unwrap_or_else(PoisonError::into_inner).extend(config.prefill.iter().map(keep));
 }

@@ -9,6 +9,7 @@ use engine::event::Event;
 use engine::service;
 use kernels::{KvLayout, KvPool};
 use transfer::driver::{Driver, DriverHandle};
+use transfer::faulty::Faulty;
 use transfer::{Hello, Identity, LayoutFingerprint, Scratch, TransportConfig};
 
 use crate::config::Config;
@@ -47,6 +48,10 @@ pub fn open(
     };
     let transport =
         transfer::open(&transport, service::region(pool)).context("the KV transport cannot be opened")?;
+    let transport = match config.kv_faults {
+        Some(faults) => Box::new(Faulty::new(transport, faults)),
+        None => transport,
+    };
     hello.transport = transport.name().to_owned();
     let block_bytes = pool.layout().block_bytes() as u64;
     let scratch = (pool.spare_blocks() > 0).then(|| Scratch::after(pool.num_blocks() as u64, block_bytes));
@@ -66,9 +71,17 @@ fn same_host(config: &Config) -> bool {
     loopback(config.listen) && config.prefill.iter().all(|peer| is_local(&peer.host, peer.port))
 }
 
+/// The address that packets to other networks leave from, if there is a route. No packet is sent: 192.0.2.1 is nobody's
+/// (RFC 5737).
+fn outward() -> Option<String> {
+    let socket = UdpSocket::bind("0.0.0.0:0").ok()?;
+    socket.connect("192.0.2.1:9").ok()?;
+    Some(socket.local_addr().ok()?.ip().to_string())
+}
+
 /// The address under which prefill workers reach this one: the one listened on or, listening on all, the one that
 /// the route to the first prefill worker leaves from. No packet is sent.
-fn own_host(config: &Config) -> String {
+pub fn own_host(config: &Config) -> String {
     let listen = config.listen.ip();
     if !listen.is_unspecified() {
         return listen.to_string();
@@ -80,5 +93,5 @@ fn own_host(config: &Config) -> String {
         socket.connect(to).ok()?;
         Some(socket.local_addr().ok()?.ip().to_string())
     };
-    route().unwrap_or_else(|| listen.to_string())
+    route().or_else(outward).unwrap_or_else(|| listen.to_string())
 }

@@ -82,7 +82,7 @@ pub async fn start(setup: Setup) -> Harness {
     };
     let drained = state.drain.clone().run(told, state.readiness.clone(), setup.grace);
     let server =
-        tokio::spawn(server::http::run(listener, server::router::router(state.clone(), routes()), drained));
+        tokio::spawn(server::http::run(listener, server::routes::router(state.clone(), routes()), drained));
     let client = reqwest::Client::new();
     let url = format!("http://{address}");
     Harness { state, tokenizer, url, address, client, events, shutdown: Some(shutdown), server }
@@ -245,7 +245,7 @@ pub fn scored_token(request: &GenerateRequest, id: TokenId) -> Output {
 pub fn finished(request: &GenerateRequest, completion_tokens: usize, reason: FinishReason) -> Output {
     let (prompt_tokens, cached_tokens) = (request.prompt.len(), CACHED);
     let usage = Usage { prompt_tokens, completion_tokens, cached_tokens, transferred_tokens: 0 };
-    Output::Finished { reason, stop_token: None, usage, timeline: Default::default() }
+    Output::Finished { reason, stop_token: None, usage, timeline: Default::default(), kept: None }
 }
 
 /// As the engine answers: `ids` up to the request's limit. Errors only mean that nobody listens any more.

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use engine::api::{FinishReason, Output, Timeline};
+use engine::event::Event;
 use engine::handle::Submission;
 use engine::handoff::{PrefillTiming, Totals};
 use serde_json::{Value, json};
@@ -25,7 +26,7 @@ fn end(submission: &Submission, first_token_ms: u64) {
         transfer: Some(Totals { writes: 1, blocks: 2, bytes: 3, descriptors: 4 }),
         ..Timeline::default()
     };
-    submission.outputs.send(Output::Finished { reason, stop_token, usage, timeline }).unwrap();
+    submission.outputs.send(Output::Finished { reason, stop_token, usage, timeline, kept: None }).unwrap();
 }
 
 fn check(timeline: &Value, first_token_ms: f64) {
@@ -88,14 +89,19 @@ async fn a_stream_ends_with_it_in_the_usage_chunk_or_alone() {
     }
 }
 
-/// The engine is told to stop and says no more.
+/// The engine learns of the end from the server, and then says where the time went.
 #[tokio::test]
-async fn a_stop_string_leaves_no_timeline() {
-    let harness = answering("a b c").await;
+async fn an_answer_that_a_stop_string_ended_has_a_timeline() {
+    let mut harness = start(Setup::default()).await;
     let request = completion("x", json!({"return_timeline": true, "stop": "b"}));
-    let (_, answer) = harness.post(PATH, request).await;
-    assert_eq!(
-        (answer["choices"][0]["text"].as_str(), answer.get("timeline")),
-        (Some("a "), Some(&Value::Null))
-    );
+    let reply = tokio::spawn(harness.request(PATH, request).send());
+    let submission = harness.submission().await;
+    for id in harness.ids("a b c") {
+        submission.outputs.send(token(id)).unwrap();
+    }
+    assert!(matches!(harness.event().await, Event::Finish(id) if id == submission.id));
+    end(&submission, 7);
+    let (_, answer) = json_of(soon(reply).await.unwrap().unwrap()).await;
+    assert_eq!(answer["choices"][0]["text"], "a ");
+    check(&answer["timeline"], 7.0);
 }

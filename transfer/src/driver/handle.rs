@@ -104,7 +104,8 @@ impl DriverHandle {
         answer.recv().map_err(|_| TransferError::Stopped)?
     }
 
-    /// How many tickets are open that peers write for or read for: while there are any the thread polls often.
+    /// How many tickets are open that peers write for or read for: while there are any the thread polls often, and for a
+    /// moment after each call very often.
     pub fn expect_traffic(&self, tickets: usize) -> Result<(), TransferError> {
         self.send(Command::ExpectTraffic(tickets))
     }

@@ -2,13 +2,13 @@
 
 use std::time::Duration;
 
-use transfer::PeerId;
+use transfer::{Direction, PeerId};
 
 use super::super::*;
 use super::world::*;
-use crate::api::FinishReason;
-use crate::handoff::{Totals, WriteNote};
-use crate::request::Ending;
+use crate::api::{FinishReason, SamplingParams};
+use crate::handoff::{ToDecode, ToPrefill, Totals, WriteNote};
+use crate::ticket::Ending;
 
 fn alone(num_blocks: usize) -> Worker {
     Worker::new(num_blocks, 0)
@@ -162,9 +162,10 @@ fn made_up_messages_are_counted_and_dropped() {
     }
     worker.apply(Input::FromDecode(peer, ToPrefill::Abort { ticket }));
     worker.apply(Input::FromDecode(peer, ToPrefill::Grant { ticket, first_block: 0, blocks: vec![1] }));
-    worker.apply(Input::Notified(b"noise".to_vec()));
+    worker.apply(Input::Notified { bytes: b"noise".to_vec(), intact: true });
     worker.apply(Input::Settled { id: RequestId(5), result: Err("late".into()) });
-    assert_eq!(worker.core.counters().stale_messages, 9);
+    let counters = worker.core.counters();
+    assert_eq!((counters.stale_duplicate, counters.stale_late, counters.stale_unknown), (0, 0, 9));
     assert!(worker.core.take_effects().is_empty() && worker.core.is_empty());
 }
 
@@ -179,6 +180,8 @@ fn a_grant_of_the_wrong_size_fails_the_ticket() {
         seed: 0,
         cache_salt: None,
         deadline_ms: 1000,
+        direction: Direction::Write,
+        checksum: false,
     };
     world.p.apply(Input::FromDecode(world.peer, open));
     world.p.apply(Input::FromDecode(
@@ -210,14 +213,38 @@ fn first_token(ticket: TicketId) -> ToDecode {
     ToDecode::FirstToken { ticket, token, cached_tokens: 0, logprobs: None, timing: Default::default() }
 }
 
+fn note(ticket: TicketId, first_block: u32, blocks: u32) -> Input {
+    layers_note(ticket, first_block, blocks, 0, LAYERS as u16)
+}
+
+fn layers_note(ticket: TicketId, first_block: u32, blocks: u32, first_layer: u16, layers: u16) -> Input {
+    let note = WriteNote { ticket, first_block, blocks, first_layer, layers, checksums: Vec::new() };
+    Input::Notified { bytes: note.encode(), intact: true }
+}
+
 /// A completion or a notification that does not match the grant never decodes.
 #[test]
 fn kv_that_does_not_match_the_grant_is_recomputed() {
     let totals = |blocks, bytes| Totals { writes: 1, blocks, bytes, descriptors: 1 };
     let complete = |ticket, totals| ToDecode::Complete { ticket, totals, timing: Default::default() };
-    let note = |ticket, first_block, blocks| WriteNote { ticket, first_block, blocks }.encode();
     type Fault = Box<dyn Fn(&mut World, TicketId)>;
-    let faults: [(&str, Fault); 6] = [
+    let faults: [(&str, Fault); 9] = [
+        (
+            "a layer twice",
+            Box::new(move |w, t| {
+                w.d.apply(layers_note(t, 0, 3, 0, 2));
+                w.d.apply(layers_note(t, 2, 1, 1, 2));
+            }),
+        ),
+        ("a layer beyond", Box::new(move |w, t| w.d.apply(layers_note(t, 0, 3, 2, 3)))),
+        (
+            "bytes without their checksums",
+            Box::new(move |w, t| {
+                let Input::Notified { bytes, .. } = note(t, 0, 3) else { unreachable!() };
+                w.d.apply(Input::Notified { bytes, intact: false });
+                assert_eq!(w.d.core.counters().checksum_mismatches, 1);
+            }),
+        ),
         (
             "too few blocks",
             Box::new(move |w, t| w.d.apply(Input::FromPrefill(w.peer, complete(t, totals(2, 128))))),
@@ -229,12 +256,12 @@ fn kv_that_does_not_match_the_grant_is_recomputed() {
         (
             "a block twice",
             Box::new(move |w, t| {
-                w.d.apply(Input::Notified(note(t, 0, 2)));
-                w.d.apply(Input::Notified(note(t, 1, 2)));
+                w.d.apply(note(t, 0, 2));
+                w.d.apply(note(t, 1, 2));
             }),
         ),
-        ("a block beyond", Box::new(move |w, t| w.d.apply(Input::Notified(note(t, 1, 3))))),
-        ("an absurd range", Box::new(move |w, t| w.d.apply(Input::Notified(note(t, u32::MAX, u32::MAX))))),
+        ("a block beyond", Box::new(move |w, t| w.d.apply(note(t, 1, 3)))),
+        ("an absurd range", Box::new(move |w, t| w.d.apply(note(t, u32::MAX, u32::MAX)))),
         (
             "failed",
             Box::new(|w, ticket| {
@@ -261,9 +288,9 @@ fn kv_that_does_not_match_the_grant_is_recomputed() {
 fn decoding_starts_with_the_last_notification_not_with_complete() {
     let (mut world, ticket) = granted_world();
     world.d.apply(Input::FromPrefill(world.peer, first_token(ticket)));
-    world.d.apply(Input::Notified(WriteNote { ticket, first_block: 1, blocks: 2 }.encode()));
+    world.d.apply(note(ticket, 1, 2));
     assert!(!world.d.step(), "a block is missing");
-    world.d.apply(Input::Notified(WriteNote { ticket, first_block: 0, blocks: 1 }.encode()));
+    world.d.apply(note(ticket, 0, 1));
     assert!(world.d.step());
     let totals = Totals { writes: 2, blocks: 3, bytes: 192, descriptors: 2 };
     let complete = ToDecode::Complete { ticket, totals, timing: Default::default() };
@@ -288,4 +315,186 @@ fn a_lost_notification_is_recomputed_after_seconds() {
     assert_eq!(world.d.core.counters().recomputed, 1);
     assert_eq!(world.answer(RequestId(0)).0, reference(&[60; 9], 4).0);
     assert_eq!(world.d.core.account().quarantined, 0);
+}
+
+/// A ticket that nobody renews is given up: a decode worker that forgot it, or stands still, pins no blocks for ever.
+#[test]
+fn a_lease_that_is_not_renewed_ends_the_ticket_and_a_renewed_one_does_not() {
+    for renewed in [false, true] {
+        let mut world = World::new(20, 20);
+        world.d.submit(0, &[60; 9], 4);
+        world.carry_out();
+        let open = world.to_p.pop_front().expect("a ticket");
+        let ToPrefill::Open { ticket, .. } = open else { panic!("{open:?}") };
+        world.p.apply(Input::FromDecode(world.peer, open));
+        while world.p.step() {}
+        assert_eq!(world.p.core.account().running, 3, "no grant came: the blocks are pinned");
+        for seq in 0..20 {
+            world.p.now += LEASE / 4;
+            if renewed {
+                let renew = ToPrefill::Renew { seq, tickets: vec![ticket, TicketId(1)] };
+                world.p.apply(Input::FromDecode(world.peer, renew));
+            }
+            world.p.step();
+        }
+        assert_eq!(world.p.core.num_pushes(), usize::from(renewed));
+        assert_eq!(world.p.core.counters().kv_expired, u64::from(!renewed));
+        assert_eq!(world.p.core.account().running, if renewed { 3 } else { 0 });
+        world.carry_out();
+        let unknown = |message: &ToDecode| matches!(message, ToDecode::Renewed { unknown, .. } if *unknown == [TicketId(1)]);
+        assert_eq!(
+            world.to_d.iter().filter(|message| unknown(message)).count(),
+            if renewed { 20 } else { 0 }
+        );
+    }
+}
+
+/// The decode worker renews what it waits for, and hears of what the prefill worker has forgotten.
+#[test]
+fn a_ticket_that_the_prefill_worker_does_not_know_any_more_is_recomputed() {
+    let mut world = World::new(20, 20);
+    world.d.submit(0, &[60; 9], 4);
+    world.d.now += LEASE / 5;
+    world.d.step();
+    world.carry_out();
+    let renewals: Vec<_> = world.to_p.drain(..).filter(|m| matches!(m, ToPrefill::Renew { .. })).collect();
+    let [ToPrefill::Renew { seq, tickets }] = &renewals[..] else { panic!("{renewals:?}") };
+    let unknown = tickets.clone();
+    assert_eq!(unknown.len(), 1);
+    world.d.apply(Input::FromPrefill(world.peer, ToDecode::Renewed { seq: *seq, unknown }));
+    while world.d.step() {}
+    world.carry_out();
+    assert_eq!(world.answer(RequestId(0)).0, reference(&[60; 9], 4).0);
+    assert_eq!(world.d.core.counters().recomputed, 1);
+}
+
+/// A pulled prompt of 9 tokens whose blocks are being read.
+fn reading_world() -> World {
+    let mut world = World::of(20, 20, Direction::Read);
+    world.d.submit(0, &[60; 9], 4);
+    world.carry_out();
+    while let Some(message) = world.to_p.pop_front() {
+        world.p.apply(Input::FromDecode(world.peer, message));
+    }
+    while world.p.step() {}
+    world.carry_out();
+    while let Some(message) = world.to_d.pop_front() {
+        world.d.apply(Input::FromPrefill(world.peer, message));
+    }
+    world.d.step();
+    world.carry_out();
+    assert_eq!(world.reads.len(), 1, "all three blocks at once");
+    world
+}
+
+/// What is read after the lease has ended may be another prompt's KV by now.
+#[test]
+fn bytes_read_after_the_lease_are_not_believed() {
+    let mut world = reading_world();
+    world.p.now += LEASE * 2;
+    world.p.step();
+    assert_eq!(world.p.core.account().running, 0, "given up");
+    world.p.memory.fill([7; LAYERS]);
+    world.d.now += LEASE * 2;
+    world.settle_read(0, false);
+    while world.d.step() {}
+    world.carry_out();
+    assert_eq!(world.answer(RequestId(0)).0, reference(&[60; 9], 4).0);
+    assert_eq!((world.d.core.counters().recomputed, world.d.core.account().quarantined), (1, 0));
+}
+
+/// The decode worker may not know yet that its link is lost: what it reads must stay what was offered until it must.
+#[test]
+fn blocks_being_read_stay_pinned_when_the_link_is_lost() {
+    let mut world = reading_world();
+    world.p.apply(Input::PeerDown(world.peer));
+    assert!(world.p.core.is_idle_for(world.peer), "a new link need not wait for reads");
+    assert_eq!(world.p.core.account().running, 3);
+    world.settle_read(0, false);
+    while world.d.step() {}
+    world.carry_out();
+    assert_eq!(world.answer(RequestId(0)).0, reference(&[60; 9], 4).0);
+    assert_eq!(world.d.core.counters().recomputed, 0);
+    world.p.now += LEASE * 2;
+    world.p.step();
+    assert_eq!((world.p.core.account().running, world.p.core.is_empty()), (0, true));
+}
+
+/// Blocks that our own reads still write wait for these, not for the prefill worker's word.
+#[test]
+fn a_request_aborted_while_its_kv_is_read_keeps_its_blocks_until_the_read_settles() {
+    let mut world = reading_world();
+    world.d.apply(Input::Abort(RequestId(0)));
+    world.d.apply(Input::PeerGone(world.peer));
+    assert_eq!(world.d.core.account().quarantined, 3);
+    world.settle_read(0, true);
+    assert_eq!(world.d.core.account().quarantined, 0);
+}
+
+/// Layers are written while the next ones compute, and what is left after the last one is what the knob says.
+#[test]
+fn layers_are_written_within_a_step() {
+    let mut world = World::new(20, 20);
+    world.d.submit(0, &[60; 9], 4);
+    world.carry_out();
+    let open = world.to_p.pop_front().expect("a ticket");
+    world.p.apply(Input::FromDecode(world.peer, open));
+    let plan = world.p.begin().expect("a prompt");
+    world.carry_out();
+    // The grant comes after the first layer.
+    let ask = world.to_d.pop_front().expect("a question");
+    world.d.apply(Input::FromPrefill(world.peer, ask));
+    world.d.step();
+    world.carry_out();
+    let grant = Input::FromDecode(world.peer, world.to_p.pop_front().expect("a grant"));
+    assert!(world.p.core.may_apply_in_step(&grant));
+    world.p.core.apply(grant, world.p.now);
+    let mut posted = Vec::new();
+    for layers in 1..=LAYERS {
+        world.p.core.layers_done(&plan, layers, world.p.now);
+        world.carry_out();
+        posted.push(world.writes.len());
+    }
+    assert_eq!(posted, [0, 1, 1, 2], "two layers at a time");
+    world.p.end(&plan);
+    world.carry_out();
+    assert_eq!(world.writes.len(), 2, "nothing is left for after the step");
+    assert!(!world.p.core.may_apply_in_step(&Input::PeerDown(world.peer)));
+}
+
+/// A prompt that is too long for every prefill worker is computed here and counted, or refused if that is the rule.
+#[test]
+fn a_prompt_that_no_prefill_worker_takes_is_not_offered_to_any() {
+    for (rule, failed) in [(KvFailure::Recompute, 0), (KvFailure::Fail, 1)] {
+        let mut worker = alone(40);
+        worker.core.config.kv_failure = rule;
+        let link = crate::event::PrefillLink {
+            direction: Direction::Write,
+            max_prompt: 8,
+            lease: LEASE,
+            on_demand: false,
+        };
+        worker.apply(Input::PeerUp(PeerId(1), PeerRole::Prefill(link)));
+        worker.submit(0, &[60; 9], 4);
+        while worker.step() {}
+        let refused = outputs(&mut worker).iter().filter(|o| matches!(o, Output::Failed(_))).count();
+        let counters = worker.core.counters();
+        assert_eq!((refused, counters.tickets_opened, counters.prompts_too_long_for_prefill), (failed, 0, 1));
+    }
+}
+
+/// pd-15: an `Open` that comes again after its ticket is over would take the grant of the ticket's first life, and write
+/// where other requests are by now.
+#[test]
+fn an_open_that_comes_twice_is_dropped_though_its_ticket_is_over() {
+    let mut world = World::new(20, 20);
+    world.d.submit(0, &[60; 9], 4);
+    world.carry_out();
+    let open = world.to_p.pop_front().expect("a ticket");
+    let ToPrefill::Open { ticket, .. } = open else { panic!("{open:?}") };
+    world.p.apply(Input::FromDecode(world.peer, open.clone()));
+    world.p.apply(Input::FromDecode(world.peer, ToPrefill::Abort { ticket }));
+    assert_eq!(world.p.core.num_pushes(), 0);
+    world.p.apply(Input::FromDecode(world.peer, open));
+    assert_eq!((world.p.core.num_pushes(), world.p.core.counters().stale_duplicate), (0, 1));
 }

@@ -4,8 +4,11 @@
 //! the next token is a function of the last KV. So an answer is right only if every block that was read held the right
 //! content, wherever it came from.
 //!
-//! `world` is the machinery, `random` the random sequences, `cases` the faults that were found.
+//! `world` is the machinery, `choices` the randomness that can be shrunk, `random` the random sequences of two workers,
+//! `local` those of one alone, `cases` the faults that were found.
 
 mod cases;
+mod choices;
+mod local;
 mod random;
 mod world;

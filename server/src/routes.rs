@@ -18,8 +18,7 @@ pub fn router(state: Arc<AppState>, more: Router) -> Router {
     let generation = Router::new()
         .route("/v1/completions", post(completions::completions))
         .route("/v1/chat/completions", post(chat::chat_completions))
-        .route_layer(from_fn_with_state(state.clone(), layers::gate))
-        .route_layer(from_fn_with_state(state.clone(), layers::decode_only));
+        .route_layer(from_fn_with_state(state.clone(), layers::gate));
     let routes = Router::new()
         .route("/v1/models", get(models::list))
         .route("/v1/models/{id}", get(models::get))

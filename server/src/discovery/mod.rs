@@ -1,0 +1,62 @@
+//! Who is there: workers say so themselves, frontends listen.
+//!
+//! * [`record`]: what a worker says of itself.
+//! * backends: `file` (a folder), `etcd`, `kubernetes` (EndpointSlices), `fixed` (flags).
+//!
+//! Invariants: a record lives as long as its lease is renewed; a bad record is skipped and counted and changes nothing
+//! for the others; a worker removes nothing but its own record.
+
+pub mod record;
+
+use std::fmt::Debug;
+
+use futures_util::future::BoxFuture;
+use tokio::sync::mpsc::Receiver;
+
+use crate::router::WorkerId;
+pub use record::{EventEndpoints, WorkerRecord};
+
+/// Something that happened to the set of workers.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Change {
+    Joined(WorkerRecord),
+    /// Same incarnation, other content: it drains, for example.
+    Changed(WorkerRecord),
+    Left { worker: WorkerId, reason: String },
+}
+
+/// Why the discovery backend cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum DiscoveryError {
+    /// A living worker has the id.
+    #[error("worker id {id:?} is taken by {owner}, whose lease runs for another {remaining_secs:.0} s")]
+    Taken { id: String, owner: String, remaining_secs: f64 },
+    #[error("{backend} discovery: {what}: {reason}")]
+    Backend { backend: &'static str, what: String, reason: String },
+}
+
+/// A worker's entry; kept alive until it is withdrawn or dropped.
+pub trait Registration: Send + Sync {
+    /// Changes what the entry says. Errors: the backend cannot be reached; the renewal tries again.
+    fn update(&self, record: WorkerRecord) -> BoxFuture<'_, Result<(), DiscoveryError>>;
+
+    /// Takes the entry back, if it is still ours.
+    fn withdraw(&self) -> BoxFuture<'_, ()>;
+}
+
+/// A place where workers meet frontends.
+pub trait Discovery: Debug + Send + Sync {
+    /// The value of `--discovery-backend`.
+    fn name(&self) -> &'static str;
+
+    /// Publishes `record` and renews its lease until the registration is withdrawn or dropped. A lost lease is
+    /// registered anew. Errors: another living worker has the id, or the backend refuses.
+    fn register(&self, record: WorkerRecord) -> BoxFuture<'_, Result<Box<dyn Registration>, DiscoveryError>>;
+
+    /// The workers there are, as `Joined`, then every change. The stream outlives faults of the backend: it ends only
+    /// when the receiver is dropped. Errors: the backend can never work as configured.
+    fn watch(&self) -> BoxFuture<'_, Result<Receiver<Change>, DiscoveryError>>;
+
+    /// Records that could not be read, since the start.
+    fn invalid_records(&self) -> u64;
+}

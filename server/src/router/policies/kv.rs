@@ -1,0 +1,159 @@
+//! `kv`: where the prompt costs least, given what is cached where and what each worker has to do.
+//!
+//! The costs are those of Dynamo's router (its documentation, "KV cache routing"), in blocks:
+//!
+//! ```text
+//! serve, both:    scale * max(0, prompt blocks waiting and this prompt's - credit) + decode blocks + weight * requests
+//! serve, decode:  max(0, decode blocks - credit) + weight * requests, plus the cheapest prefill worker's cost
+//! prefill:        scale * max(0, prompt blocks waiting and this prompt's - credit) + weight * requests
+//! credit        = overlap credit * overlap blocks / (1 + decay * excess prompt blocks / this prompt's blocks)
+//! ```
+//!
+//! The excess is over the least loaded candidate. Decode blocks are those after admission; shared ones count once.
+
+use crate::router::policies::select::{Candidates, lowest};
+use crate::router::policy::{Choice, Draw, Leg, NoWorker, Reason, RequestBlocks, RoutePolicy, Score};
+use crate::router::view::{ClusterView, WorkerView};
+use crate::router::worker::WorkerRole;
+
+/// The terms of the cost. All finite and not negative.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct KvWeights {
+    /// `--router-kv-overlap-score-credit`
+    pub overlap_score_credit: f64,
+    /// `--router-kv-overlap-score-credit-decay`
+    pub overlap_score_credit_decay: f64,
+    /// `--router-prefill-load-scale`
+    pub prefill_load_scale: f64,
+    /// `--router-decode-active-request-weight`
+    pub decode_active_request_weight: f64,
+    /// `--router-temperature`; 0 takes the lowest cost.
+    pub temperature: f64,
+}
+
+impl Default for KvWeights {
+    fn default() -> Self {
+        Self {
+            overlap_score_credit: 1.0,
+            overlap_score_credit_decay: 0.0,
+            prefill_load_scale: 1.0,
+            decode_active_request_weight: 0.0,
+            temperature: 0.0,
+        }
+    }
+}
+
+/// The mode `kv`.
+#[derive(Debug, Default)]
+pub struct KvPolicy {
+    pub weights: KvWeights,
+}
+
+impl RoutePolicy for KvPolicy {
+    fn name(&self) -> &'static str {
+        "kv"
+    }
+
+    fn uses_overlap(&self) -> bool {
+        true
+    }
+
+    fn choose(&self, request: &RequestBlocks<'_>, cluster: &ClusterView, draw: Draw) -> Result<Choice, NoWorker> {
+        let candidates = Candidates::of(cluster)?;
+        let prefill = self.scores(request, Leg::Prefill, &candidates.prefill, None);
+        let cheapest_prefill = prefill.iter().map(|score| score.cost).min_by(f64::total_cmp);
+        let serve = self.scores(request, Leg::Serve, &candidates.serve, cheapest_prefill);
+        let mut numbers = draw.numbers();
+        let mut pick = |workers: &[&WorkerView], scores: &[Score]| {
+            let costs: Vec<_> = scores.iter().map(|score| score.cost).collect();
+            let temperature = self.weights.temperature;
+            match temperature > 0.0 && costs.len() > 1 {
+                true => (sample(&costs, temperature, numbers.next().unwrap_or_default()), Reason::Drawn),
+                false => lowest(workers, &costs, draw),
+            }
+        };
+        let (index, reason) = pick(&candidates.serve, &serve);
+        let chosen = candidates.serve[index];
+        let pool = candidates.prefill_for(chosen);
+        let picked = (!pool.is_empty()).then(|| pick(pool, &prefill));
+        let mut scores = serve;
+        if picked.is_some() {
+            scores.extend(prefill);
+        }
+        Ok(Choice {
+            serve: chosen.id,
+            reason,
+            prefill: picked.map(|(index, _)| pool[index].id),
+            prefill_reason: picked.map(|(_, reason)| reason),
+            scores,
+        })
+    }
+}
+
+impl KvPolicy {
+    fn scores(
+        &self,
+        request: &RequestBlocks<'_>,
+        leg: Leg,
+        workers: &[&WorkerView],
+        cheapest_prefill: Option<f64>,
+    ) -> Vec<Score> {
+        let least = workers.iter().map(|worker| worker.load.prefill_tokens).min().unwrap_or_default();
+        let score = |worker: &&WorkerView| {
+            let weights = &self.weights;
+            // The last token is always computed, so a block that ends with the prompt is not saved.
+            let usable = request.num_tokens.saturating_sub(1) / request.block_size.max(1);
+            let overlap = worker.overlap_blocks.min(usable as u32);
+            let excess = request.prefill_blocks(worker.load.prefill_tokens - least) - request.prefill_blocks(0);
+            let decay = 1.0 + weights.overlap_score_credit_decay * excess / (request.num_blocks().max(1) as f64);
+            let credit = weights.overlap_score_credit * f64::from(overlap) / decay;
+            let prefill_blocks = (request.prefill_blocks(worker.load.prefill_tokens) - credit).max(0.0);
+            let decode_blocks = request.decode_blocks(worker);
+            let requests = weights.decode_active_request_weight * worker.load.active_requests as f64;
+            let computing = weights.prefill_load_scale * prefill_blocks;
+            let cost = match (leg, worker.role, cheapest_prefill) {
+                (Leg::Prefill, ..) => computing + requests,
+                (Leg::Serve, WorkerRole::Decode, Some(prefill)) => {
+                    (decode_blocks - credit).max(0.0) + requests + prefill
+                }
+                (Leg::Serve, ..) => computing + decode_blocks + requests,
+            };
+            Score {
+                worker: worker.id,
+                leg,
+                overlap_blocks: overlap,
+                prefill_blocks,
+                decode_blocks,
+                active_requests: worker.load.active_requests,
+                cost: finite(cost),
+            }
+        };
+        workers.iter().map(score).collect()
+    }
+}
+
+/// Weights are checked, but their product with a load can still overflow.
+fn finite(cost: f64) -> f64 {
+    if cost.is_finite() { cost } else { f64::MAX }
+}
+
+/// Draws by softmax of the negative costs, which are scaled to 0..1 first, so that the temperature does not depend on
+/// their size. Equal costs: each as likely.
+fn sample(costs: &[f64], temperature: f64, number: u64) -> usize {
+    let least = costs.iter().copied().fold(f64::INFINITY, f64::min);
+    let range = costs.iter().copied().fold(f64::NEG_INFINITY, f64::max) - least;
+    let weight = |cost: &f64| match range > 0.0 && range.is_finite() {
+        true => (-((cost - least) / range) / temperature).exp(),
+        false => 1.0,
+    };
+    let weights: Vec<_> = costs.iter().map(weight).collect();
+    // The top 53 bits fill a double between 0 and 1; the sum is at least 1, the cheapest one's weight.
+    let mut left = (number >> 11) as f64 / (1_u64 << 53) as f64 * weights.iter().sum::<f64>();
+    for (index, weight) in weights.iter().enumerate() {
+        left -= weight;
+        if left < 0.0 {
+            return index;
+        }
+    }
+    weights.len() - 1
+}
