@@ -40,7 +40,7 @@ fn main() {
     let (n, k) = (6144, 1024);
     let w = PackedBf16::new(&mut arena, &[bytemuck::cast_slice(&values(n * k))], k).expect("12 MiB");
     let head = PackedBf16::new(&mut arena, &[bytemuck::cast_slice(&values(65_536 * k))], k).expect("128 MiB");
-    for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
+    for isa in Isa::available() {
         for m in [8, 32, 192, 384] {
             report_flops(
                 &format!("matmul {m}x{n}x{k} {}", isa.as_str()),
@@ -94,7 +94,7 @@ fn values(len: usize) -> Vec<bf16> {
 fn product(isa: Isa, m: usize, w: &PackedBf16) -> f64 {
     let (x, mut y) = (values(m * w.k()), vec![0f32; m * w.n()]);
     let wide: Vec<f32> = x.iter().map(|x| x.to_f32()).collect();
-    let input = if isa == Isa::Avx512Bf16 { Input::Bf16(&x) } else { Input::F32(&wide) };
+    let input = if isa.computes_bf16() { Input::Bf16(&x) } else { Input::F32(&wide) };
     best(|| matmul(isa, input, w, None, &mut y, false))
 }
 

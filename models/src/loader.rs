@@ -13,6 +13,9 @@ use crate::weights::{WeightDtype, WeightView, Weights};
 
 type Loaded<T> = std::result::Result<T, ModelError>;
 
+/// Packs parts of equal width.
+type Pack = fn(&mut Arena, &[&[u8]], usize) -> std::io::Result<PackedBf16>;
+
 pub(crate) struct Loader<'a> {
     config: &'a ModelConfig,
     weights: &'a Weights,
@@ -41,7 +44,10 @@ impl<'a> Loader<'a> {
         let mut linear = |parts: &[&str], has_bias: bool| -> Loaded<Linear> {
             let named =
                 |suffix: &str| parts.iter().map(|part| name(&format!("{part}.{suffix}"))).collect::<Vec<_>>();
-            let weight = self.matrix(&named("weight"))?;
+            let weight = match parts {
+                ["mlp.gate_proj", ..] => self.gated(&named("weight"))?,
+                _ => self.matrix(&named("weight"))?,
+            };
             let bias = has_bias.then(|| self.joined_bias(&named("bias"))).transpose()?;
             Ok(Linear { weight, bias })
         };
@@ -61,6 +67,15 @@ impl<'a> Loader<'a> {
 
     /// Matrices of equal width stacked by rows. Parts of different dtypes become f32.
     pub fn matrix<S: AsRef<str>>(&mut self, names: &[S]) -> Loaded<Weight> {
+        self.joined(names, PackedBf16::new)
+    }
+
+    /// The gate's and the up projection's weight, for [`kernels::ops::gate_up`].
+    fn gated(&mut self, names: &[String]) -> Loaded<Weight> {
+        self.joined(names, |arena, parts, width| PackedBf16::gated(arena, parts[0], parts[1], width))
+    }
+
+    fn joined<S: AsRef<str>>(&mut self, names: &[S], pack: Pack) -> Loaded<Weight> {
         let views = names.iter().map(|name| self.weights.view(name.as_ref())).collect::<Loaded<Vec<_>>>()?;
         let width = views[0].shape[1];
         let rows: usize = views.iter().map(|view| view.shape[0]).sum();
@@ -72,7 +87,7 @@ impl<'a> Loader<'a> {
             ComputeDtype::Stored => stored,
         };
         let weight = match dtype {
-            WeightDtype::BF16 => Weight::Packed(self.packed(&views, width)?),
+            WeightDtype::BF16 => Weight::Packed(self.packed(&views, width, pack)?),
             WeightDtype::F16 => {
                 let halves = views.iter().flat_map(|view| view.bytes.as_chunks::<2>().0);
                 let halves = halves.map(|bytes| half::f16::from_le_bytes(*bytes)).collect::<Vec<_>>();
@@ -87,7 +102,7 @@ impl<'a> Loader<'a> {
         Ok(weight)
     }
 
-    fn packed(&mut self, views: &[WeightView<'_>], width: usize) -> Loaded<PackedBf16> {
+    fn packed(&mut self, views: &[WeightView<'_>], width: usize, pack: Pack) -> Loaded<PackedBf16> {
         let rounded: Vec<Option<Vec<bf16>>> =
             views.iter().map(|view| (view.dtype != WeightDtype::BF16).then(|| view.to_bf16())).collect();
         let parts: Vec<&[u8]> = views
@@ -95,8 +110,7 @@ impl<'a> Loader<'a> {
             .zip(&rounded)
             .map(|(view, rounded)| rounded.as_ref().map_or(view.bytes, |values| bytemuck::cast_slice(values)))
             .collect();
-        let packed = PackedBf16::new(&mut self.arena, &parts, width);
-        Ok(packed.map_err(candle_core::Error::from)?)
+        Ok(pack(&mut self.arena, &parts, width).map_err(candle_core::Error::from)?)
     }
 
     /// Norm weights are few and always f32.

@@ -214,9 +214,8 @@ impl Qwen {
         let (x, hidden) = (workspace.x(first, rows)?, workspace.hidden(rows)?);
         layer.out.add(&x, &workspace.attention(first, rows)?)?;
         ops::rms_norm(&hidden, &x, &layer.post_norm, self.eps)?;
-        let (gate_up, product) = (workspace.gate_up(rows)?, workspace.product(rows)?);
-        layer.gate_up.set(&gate_up, &hidden)?;
-        ops::silu_mul(&product, &gate_up)?;
+        let product = workspace.product(rows)?;
+        ops::gate_up(&product, &hidden, &layer.gate_up.weight, || workspace.gate_up(rows))?;
         layer.down.add(&x, &product)
     }
 

@@ -1,6 +1,9 @@
 //! The activations of one step, kept from step to step so that none allocates.
 
-use candle_core::{DType, Device, Result, Tensor};
+use std::cell::OnceCell;
+
+use candle_core::{DType, Device, Result, Storage, Tensor};
+use half::bf16;
 use kernels::cpu::team;
 
 use crate::qwen::Sizes;
@@ -23,7 +26,8 @@ pub(crate) struct Workspace {
     /// What the next product reads, `[chunk, hidden]`.
     hidden: Tensor,
     qkv: Tensor,
-    gate_up: Tensor,
+    /// Only where gates are not multiplied as they are computed.
+    gate_up: OnceCell<Tensor>,
     /// `silu(gate) * up`, `[chunk, mlp]`.
     product: Tensor,
 }
@@ -32,7 +36,7 @@ impl Workspace {
     /// `dtypes`: of activations between products, and of queries.
     pub fn new(rows: usize, sizes: Sizes, dtypes: (DType, DType), device: &Device) -> Result<Self> {
         let chunk = rows.min(CHUNK_ROWS * team::threads().clamp(2, 16));
-        let zeros = |rows: usize, width: usize, dtype| Tensor::zeros((rows, width), dtype, device);
+        let zeros = |rows: usize, width: usize, dtype| aligned_zeros(rows, width, dtype, device);
         Ok(Self {
             rows,
             chunk,
@@ -42,7 +46,7 @@ impl Workspace {
             attention: zeros(rows, sizes.q, dtypes.0)?,
             hidden: zeros(chunk, sizes.hidden, dtypes.0)?,
             qkv: zeros(chunk, sizes.qkv, DType::F32)?,
-            gate_up: zeros(chunk, 2 * sizes.mlp, DType::F32)?,
+            gate_up: OnceCell::new(),
             product: zeros(chunk, sizes.mlp, dtypes.0)?,
         })
     }
@@ -78,10 +82,35 @@ impl Workspace {
     }
 
     pub fn gate_up(&self, rows: usize) -> Result<Tensor> {
-        self.gate_up.narrow(0, 0, rows)
+        let (_, width) = self.product.dims2()?;
+        let whole = match self.gate_up.get() {
+            Some(whole) => whole,
+            None => {
+                let whole = Tensor::zeros((self.chunk, 2 * width), DType::F32, self.product.device())?;
+                self.gate_up.get_or_init(|| whole)
+            }
+        };
+        whole.narrow(0, 0, rows)
     }
 
     pub fn product(&self, rows: usize) -> Result<Tensor> {
         self.product.narrow(0, 0, rows)
     }
+}
+
+/// Zeros that start at a multiple of 64 bytes: a cache line, and a row of a tile where the CPU has such.
+fn aligned_zeros(rows: usize, width: usize, dtype: DType, device: &Device) -> Result<Tensor> {
+    const ALIGNMENT: usize = 64;
+    let size = dtype.size_in_bytes();
+    let room = Tensor::zeros(rows * width + ALIGNMENT / size, dtype, device)?;
+    let start = match &*room.storage_and_layout().0 {
+        Storage::Cpu(storage) => match dtype {
+            DType::BF16 => storage.as_slice::<bf16>()?.as_ptr().cast::<u8>().align_offset(ALIGNMENT) / size,
+            DType::F32 => storage.as_slice::<f32>()?.as_ptr().cast::<u8>().align_offset(ALIGNMENT) / size,
+            _ => 0,
+        },
+        // Other devices align their allocations themselves.
+        _ => 0,
+    };
+    room.narrow(0, start, rows * width)?.reshape((rows, width))
 }

@@ -1,12 +1,17 @@
 //! Paged attention: which kernel computes which sequence.
 
+use std::borrow::Cow;
+
 use half::bf16;
 
 use super::matmul::Input;
-use super::{Element, Isa, exact, widen_into};
+use super::{Element, Isa, blocked, exact, widen_into};
 use crate::batch::{BatchMeta, SeqSpan};
 use crate::layout::{Half, KvDtype};
 use crate::pool::KvPool;
+
+/// Query rows x heads of a group up to which reading the context is the work.
+pub const FEW_LANES: usize = 8;
 
 /// One layer's attention: what all its tasks share.
 pub struct Attention<'a> {
@@ -54,12 +59,12 @@ impl Attention<'_> {
     /// Causal attention of each packed row over its sequence's blocks, grouped-query heads.
     ///
     /// `q` and `out`: `[tokens, heads * head_dim]`; scores are scaled by `1 / sqrt(head_dim)`. With bf16 queries, output
-    /// and KV on [`Isa::Avx512Bf16`], products are of bf16 pairs; otherwise everything is computed in f32. A row's result
-    /// depends on its own sequence's span only, not on the rest of the batch.
+    /// and KV where [`Isa::computes_bf16`], products are of bf16 pairs; otherwise everything is computed in f32. A row's
+    /// result depends on its own sequence's span only, not on the rest of the batch.
     ///
     /// # Safety
     /// Nobody may write the blocks of the batch's tables meanwhile.
-    pub unsafe fn run(&self, isa: Isa, q: Input<'_>, out: Output<'_>) {
+    pub unsafe fn run(&self, isa: Isa, q: Input<'_>, mut out: Output<'_>) {
         let row = self.heads * self.head_dim();
         assert!(
             q.len() == self.meta.num_tokens() * row && out.len() == q.len(),
@@ -67,21 +72,12 @@ impl Attention<'_> {
         );
         assert!(self.heads.is_multiple_of(self.kv_heads()), "{} heads in groups. This is a bug.", self.heads);
         assert!(isa.is_available(), "no {} here. This is a bug.", isa.as_str());
-        match (q, out) {
-            #[cfg(target_arch = "x86_64")]
-            (Input::Bf16(q), Output::Bf16(out)) if self.has_bf16_kernel(isa) => {
-                // SAFETY: passed on from the caller; `has_bf16_kernel` checked the CPU, the pool and the sizes.
-                unsafe { self.run_bf16(q, out) }
-            }
-            (Input::F32(q), out) => {
-                // SAFETY: passed on from the caller.
-                unsafe { exact::attend(self, q, out) }
-            }
-            (Input::Bf16(q), out) => {
-                let mut wide = vec![0f32; q.len()];
-                widen_into(q, &mut wide);
-                // SAFETY: passed on from the caller.
-                unsafe { exact::attend(self, &wide, out) }
+        // SAFETY: passed on from the caller.
+        unsafe {
+            if self.pool.layout().dtype == KvDtype::Bf16 {
+                self.run_blocked(isa, q, out);
+            } else {
+                exact::attend(self, &widened(q), &mut out, &self.meta.seqs.iter().collect::<Vec<_>>());
             }
         }
     }
@@ -89,22 +85,33 @@ impl Attention<'_> {
     /// True if bf16 queries are computed with as they are. Rows must fill registers of 32 elements.
     pub fn has_bf16_kernel(&self, isa: Isa) -> bool {
         let layout = self.pool.layout();
-        let fits = layout.head_dim.is_multiple_of(32) && layout.head_dim <= 256 && self.group() <= 64;
-        isa == Isa::Avx512Bf16 && layout.dtype == KvDtype::Bf16 && fits
+        let fits = layout.head_dim.is_multiple_of(32) && layout.head_dim <= 256;
+        isa.computes_bf16() && layout.dtype == KvDtype::Bf16 && fits
     }
 
+    /// Sequences with few rows are limited by memory, the others by arithmetic.
+    ///
     /// # Safety
-    /// As [`Self::run`], and [`Self::has_bf16_kernel`].
-    #[cfg(target_arch = "x86_64")]
-    unsafe fn run_bf16(&self, q: &[bf16], out: &mut [bf16]) {
-        use super::{decode, prefill};
-        let few_lanes = |seq: &&SeqSpan| seq.q_len * self.group() <= decode::MAX_LANES;
+    /// As [`Self::run`], and the pool's KV is bf16.
+    unsafe fn run_blocked(&self, isa: Isa, q: Input<'_>, mut out: Output<'_>) {
+        let few_lanes = |seq: &&SeqSpan| seq.q_len * self.group() <= FEW_LANES;
         let (short, long): (Vec<&SeqSpan>, Vec<&SeqSpan>) = self.meta.seqs.iter().partition(few_lanes);
-        let out = Rows(out.as_mut_ptr());
-        // SAFETY: passed on from the caller; the two kernels write the rows of different sequences.
+        // bf16 queries say that rounding is wanted; f32 ones are computed with exactly.
+        let narrow = matches!(q, Input::Bf16(_)) && self.has_bf16_kernel(isa);
+        let isa = if narrow { isa } else { isa.min(Isa::Avx512) };
+        // SAFETY: passed on from the caller; the kernels write the rows of different sequences.
         unsafe {
-            decode::attend(self, q, &out, &short);
-            prefill::attend(self, q, &out, &long);
+            match (q, &mut out) {
+                _ if short.is_empty() => {}
+                #[cfg(target_arch = "x86_64")]
+                (Input::Bf16(q), Output::Bf16(out)) if narrow => {
+                    super::decode::attend(self, q, &Rows(out.as_mut_ptr()), &short);
+                }
+                _ => exact::attend(self, &widened(q), &mut out, &short),
+            }
+            if !long.is_empty() {
+                blocked::attend(isa, self, q, &mut out, &long);
+            }
         }
     }
 
@@ -124,6 +131,17 @@ impl Attention<'_> {
         let offset = position % layout.block_size * layout.row() + kv_head * layout.head_dim;
         // The offset is inside the half: the position is below the block size and the head below the number of heads.
         self.pool.half_ptr(block, self.layer, half).cast::<E>().wrapping_add(offset)
+    }
+}
+
+fn widened(q: Input<'_>) -> Cow<'_, [f32]> {
+    match q {
+        Input::F32(q) => Cow::Borrowed(q),
+        Input::Bf16(q) => {
+            let mut wide = vec![0f32; q.len()];
+            widen_into(q, &mut wide);
+            Cow::Owned(wide)
+        }
     }
 }
 
@@ -251,17 +269,17 @@ mod tests {
 
     #[test]
     fn attention_in_f32_agrees_with_f64() {
-        for dtype in [KvDtype::F32, KvDtype::Bf16] {
+        for (dtype, isa) in [KvDtype::F32, KvDtype::Bf16].into_iter().flat_map(|dtype| Isa::available().map(move |isa| (dtype, isa))) {
             for case in cases(dtype) {
-                let error = error(&case, Isa::detect(), false);
-                assert!(error < 2e-5, "{:?} {:?}: {error:e}", case.seqs, case.layout);
+                let error = error(&case, isa, false);
+                assert!(error < 2e-5, "{isa:?} {:?} {:?}: {error:e}", case.seqs, case.layout);
             }
         }
     }
 
     #[test]
     fn attention_in_bf16_agrees_with_f64_within_its_rounding() {
-        for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
+        for isa in Isa::available() {
             for case in cases(KvDtype::Bf16) {
                 // Values are below 2, and half a unit in the last place of bf16 is 2^-9 of them.
                 let error = error(&case, isa, true);

@@ -17,16 +17,13 @@ use super::team;
 use crate::batch::SeqSpan;
 use crate::layout::Half;
 
-/// Query rows x heads of a group that are computed here; more are a tile of prefill's kernel.
-pub const MAX_LANES: usize = 8;
-
 /// Keys of a split: a context of 512 gives two threads two tasks each.
 const SPLIT: usize = 128;
 
 /// Keys that all heads are computed for before the next ones are read.
 const STEP: usize = 16;
 
-/// Computes the rows of `seqs`, each of at most [`MAX_LANES`] lanes for each KV head.
+/// Computes the rows of `seqs`, each of at most [`super::attention::FEW_LANES`] lanes for each KV head.
 ///
 /// # Safety
 /// As [`Attention::run`], which checked the lengths, and [`Attention::has_bf16_kernel`]. `out` is as long as `q`.

@@ -11,31 +11,21 @@ pub const ROWS: usize = 6;
 /// more than memory's latency on a busy machine.
 const PREFETCH: usize = 4096;
 
-/// What a tile's sums start from.
-#[derive(Clone, Copy)]
-pub enum Start {
-    Zero,
-    /// What the output holds.
-    Output,
-    /// The same, each column times its factor: [`COLUMNS`] of them.
-    Scaled(*const f32),
-}
-
 /// Operands of one tile: `c[i, j] (+)= sum over p of a[i, p] . b[p, j]`, words being pairs of bf16.
 #[derive(Clone, Copy)]
 pub struct Tile {
     /// Pairs to sum over.
     pub pairs: usize,
-    /// Word `(i, p)` is at `a + i * a_row + p * a_pair`; any alignment.
+    /// Word `(i, p)` is at `a + i * a_row + p`; any alignment.
     pub a: *const u32,
     pub a_row: usize,
-    pub a_pair: usize,
     /// [`COLUMNS`] words for each pair, one after another.
     pub b: *const u32,
     /// [`COLUMNS`] sums for each row, `c_row` apart.
     pub c: *mut f32,
     pub c_row: usize,
-    pub start: Start,
+    /// Start from what the output holds.
+    pub add: bool,
     /// Cache lines of each pair's four that are fetched ahead, where `b` comes from memory: `(first, end)`. Tiles that use
     /// the same `b` share them out, so that memory is busy all the time.
     pub prefetch: (usize, usize),
@@ -64,43 +54,31 @@ impl Tile {
     /// As [`Self::run`].
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
     unsafe fn rows<const R: usize>(&self) {
-        let Tile { pairs, a, a_row, a_pair, b, c, c_row, start, prefetch } = *self;
+        let Tile { pairs, a, a_row, b, c, c_row, add, prefetch } = *self;
         let (first, end) = prefetch;
         let mut sums = [[_mm512_setzero_ps(); 4]; R];
         // SAFETY: all addresses are within what the caller vouches for: rows below R, pairs below `pairs`, 64 columns.
         // A prefetch beyond the end is no access.
         unsafe {
-            match start {
-                Start::Zero => {}
-                Start::Output => {
-                    for (i, row) in sums.iter_mut().enumerate() {
-                        for (j, sum) in row.iter_mut().enumerate() {
-                            *sum = _mm512_loadu_ps(c.add(i * c_row + 16 * j));
-                        }
-                    }
-                }
-                Start::Scaled(factors) => {
-                    for (i, row) in sums.iter_mut().enumerate() {
-                        for (j, sum) in row.iter_mut().enumerate() {
-                            let factor = _mm512_loadu_ps(factors.add(16 * j));
-                            *sum = _mm512_mul_ps(_mm512_loadu_ps(c.add(i * c_row + 16 * j)), factor);
-                        }
+            if add {
+                for (i, row) in sums.iter_mut().enumerate() {
+                    for (j, sum) in row.iter_mut().enumerate() {
+                        *sum = _mm512_loadu_ps(c.add(i * c_row + 16 * j));
                     }
                 }
             }
-            let (mut a_at, mut b_at) = (a, b);
-            for _ in 0..pairs {
+            let mut b_at = b;
+            for pair in 0..pairs {
                 let weights: [__m512bh; 4] = std::array::from_fn(|j| load(b_at.add(16 * j)));
                 for j in first..end {
                     _mm_prefetch::<_MM_HINT_T1>(b_at.wrapping_add(PREFETCH + 16 * j).cast());
                 }
                 for (i, row) in sums.iter_mut().enumerate() {
-                    let input = broadcast(a_at.add(i * a_row).read_unaligned());
+                    let input = broadcast(a.add(i * a_row + pair).read_unaligned());
                     for (sum, weight) in row.iter_mut().zip(weights) {
                         *sum = _mm512_dpbf16_ps(*sum, input, weight);
                     }
                 }
-                a_at = a_at.wrapping_add(a_pair);
                 b_at = b_at.wrapping_add(COLUMNS);
             }
             for (i, row) in sums.iter().enumerate() {

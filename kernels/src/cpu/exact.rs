@@ -1,4 +1,5 @@
-//! Attention in f32, on any CPU: for f32 KV, exact up to f32's own rounding, and for bf16 KV, which is widened.
+//! Attention in f32, on any CPU: for f32 KV, exact up to f32's own rounding, and for few rows over bf16 KV, which is
+//! widened where the CPU does not multiply it.
 
 use half::bf16;
 
@@ -10,24 +11,24 @@ use crate::layout::{Half, KvDtype};
 /// Query rows that share one pass over the context: each K/V block is widened once for all of them.
 const TILE: usize = 16;
 
-/// Computes all rows of the batch. Softmax is online over blocks (Milakov & Gimelshein 2018), so the order of additions
+/// Computes the rows of `seqs`. Softmax is online over blocks (Milakov & Gimelshein 2018), so the order of additions
 /// depends on positions only, not on the batch.
 ///
 /// # Safety
 /// As [`Attention::run`], which also checked the lengths.
-pub unsafe fn attend(task: &Attention<'_>, q: &[f32], out: Output<'_>) {
+pub unsafe fn attend(task: &Attention<'_>, q: &[f32], out: &mut Output<'_>, seqs: &[&SeqSpan]) {
     match out {
         // SAFETY: passed on from the caller.
-        Output::F32(out) => unsafe { attend_into(task, q, &Rows(out.as_mut_ptr())) },
+        Output::F32(out) => unsafe { attend_into(task, q, &Rows(out.as_mut_ptr()), seqs) },
         // SAFETY: passed on from the caller.
-        Output::Bf16(out) => unsafe { attend_into(task, q, &Rows(out.as_mut_ptr())) },
+        Output::Bf16(out) => unsafe { attend_into(task, q, &Rows(out.as_mut_ptr()), seqs) },
     }
 }
 
 /// # Safety
 /// As [`attend`].
-unsafe fn attend_into<O: Element>(task: &Attention<'_>, q: &[f32], out: &Rows<O>) {
-    let tiles: Vec<Tile> = task.meta.seqs.iter().flat_map(|seq| Tile::split(seq, task.kv_heads())).collect();
+unsafe fn attend_into<O: Element>(task: &Attention<'_>, q: &[f32], out: &Rows<O>, seqs: &[&SeqSpan]) {
+    let tiles: Vec<Tile> = seqs.iter().flat_map(|seq| Tile::split(seq, task.kv_heads())).collect();
     team::run(tiles.len(), |index| match task.pool.layout().dtype {
         // SAFETY: passed on from the caller; the dtype is the pool's.
         KvDtype::Bf16 => unsafe { tiles[index].attend::<bf16, O>(task, q, out) },

@@ -11,18 +11,38 @@ pub enum Isa {
     Avx2,
     /// AVX-512 F, BW, DQ and VL: the same, twice as wide.
     Avx512,
-    /// AVX-512 with `vdpbf16ps`: products of bf16 pairs summed in f32, without widening.
+    /// AVX-512 with VNNI and `vdpbf16ps`: products of bf16 pairs summed in f32, without widening.
     Avx512Bf16,
+    /// The same with the tiles of AMX for products: sixteen times the arithmetic of an instruction.
+    AmxBf16,
 }
 
-impl Isa {
-    pub const ALL: [Isa; 4] = [Isa::Portable, Isa::Avx2, Isa::Avx512, Isa::Avx512Bf16];
+static CHOSEN: OnceLock<Isa> = OnceLock::new();
 
-    /// The best that this CPU has.
+impl Isa {
+    pub const ALL: [Isa; 5] = [Isa::Portable, Isa::Avx2, Isa::Avx512, Isa::Avx512Bf16, Isa::AmxBf16];
+
+    /// The best that this CPU has, unless [`Self::choose`] named another.
     pub fn detect() -> Isa {
-        static DETECTED: OnceLock<Isa> = OnceLock::new();
-        *DETECTED
-            .get_or_init(|| Isa::ALL.into_iter().rfind(|isa| isa.is_available()).unwrap_or(Isa::Portable))
+        *CHOSEN.get_or_init(Self::best)
+    }
+
+    /// Fixes what [`Self::detect`] says in this process. Returns false if it was fixed, or asked for, before; a
+    /// different choice is then without effect.
+    ///
+    /// Panics if the CPU lacks it, which is a bug of the caller.
+    pub fn choose(isa: Isa) -> bool {
+        assert!(isa.is_available(), "no {} here. This is a bug.", isa.as_str());
+        *CHOSEN.get_or_init(|| isa) == isa
+    }
+
+    /// Those that this CPU has, slowest first.
+    pub fn available() -> impl Iterator<Item = Isa> {
+        Self::ALL.into_iter().filter(|isa| isa.is_available())
+    }
+
+    fn best() -> Isa {
+        Self::available().last().unwrap_or(Isa::Portable)
     }
 
     /// True if this CPU (and its operating system) can run it.
@@ -31,11 +51,13 @@ impl Isa {
         use std::arch::is_x86_feature_detected as has;
         let avx2 = || has!("avx2") && has!("fma");
         let avx512 = || avx2() && has!("avx512f") && has!("avx512bw") && has!("avx512dq") && has!("avx512vl");
+        let bf16 = || avx512() && has!("avx512bf16") && has!("avx512vnni");
         match self {
             Isa::Portable => true,
             Isa::Avx2 => avx2(),
             Isa::Avx512 => avx512(),
-            Isa::Avx512Bf16 => avx512() && has!("avx512bf16"),
+            Isa::Avx512Bf16 => bf16(),
+            Isa::AmxBf16 => bf16() && super::amx::is_available(),
         }
     }
 
@@ -45,12 +67,33 @@ impl Isa {
         self == Isa::Portable
     }
 
+    /// True if products take bf16 activations; the others take f32.
+    pub fn computes_bf16(self) -> bool {
+        self >= Isa::Avx512Bf16
+    }
+
+    /// Words (of 32 bits) that a pair of activations takes.
+    pub(crate) fn pair_words(self) -> usize {
+        if self.computes_bf16() { 1 } else { 2 }
+    }
+
     pub fn as_str(self) -> &'static str {
         match self {
             Isa::Portable => "portable",
             Isa::Avx2 => "avx2",
             Isa::Avx512 => "avx512",
             Isa::Avx512Bf16 => "avx512-bf16",
+            Isa::AmxBf16 => "amx-bf16",
         }
+    }
+}
+
+impl std::str::FromStr for Isa {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        let known = Isa::ALL.map(Isa::as_str).join(", ");
+        let isa = Isa::ALL.into_iter().find(|isa| isa.as_str() == name);
+        isa.ok_or_else(|| format!("{name:?} is no instruction set; there are {known}"))
     }
 }

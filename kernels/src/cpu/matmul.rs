@@ -3,26 +3,26 @@
 //! One row reads each weight once, in order, at the speed of memory. Up to [`FEW_ROWS`] rows do too: a piece of a panel
 //! stays in L1 while all rows use it. More rows are blocked so that a block of activations stays in L2 while panels of
 //! the weight pass by (Goto & van de Geijn 2008, with the weight packed once at load). Each element is summed over the
-//! inputs in order, so a row's result does not depend on how many others there are.
+//! inputs in order, so a row's result does not depend on how many others there are. Sums are kept in the thread's own
+//! cache until they are complete; what becomes of them then ([`Finish`]) is part of the same pass.
 
 use std::cell::RefCell;
+use std::ops::Range;
 
 use half::bf16;
 
+use super::attention::{Output, Rows};
+use super::finish::{Finish, Linear, SiluMul};
 use super::packed::{COLUMNS, PackedBf16};
-use super::{Element, Isa, dispatch, team, widen};
+use super::tiles::{Piece, ROWS, Tiles, Words, floats};
+use super::{Element, Isa, dispatch, team};
 
-/// Rows of a register tile.
-const TILE_ROWS: usize = widen::ROWS;
 /// Up to this many rows the weight's bandwidth counts, not arithmetic: it is then read in memory order.
-const FEW_ROWS: usize = 4 * TILE_ROWS;
+const FEW_ROWS: usize = 4 * ROWS;
 /// Pairs of a piece when several tiles of few rows use it: 64 x 256 B = 16 KiB, half of L1.
 const FEW_PAIRS: usize = 64;
-/// Rows of a block: 192 x 2 KiB of bf16 is 384 KiB of L2, beside a piece of a panel (128 KiB).
-const BLOCK_ROWS: usize = 192;
-/// Pairs of a piece otherwise.
-const BLOCK_PAIRS: usize = 512;
-/// Panels of a task: few enough that threads end together, enough that a block is fetched into L2 for good use.
+/// Panels of a task: few enough that threads end together, enough that a block is fetched into L2 for good use. Even, so
+/// that a gate and its other half are in the same task.
 const TASK_PANELS: usize = 4;
 /// Tasks for each thread when rows are few: one that lost its core for a moment leaves its share to the others.
 const TASKS_PER_THREAD: usize = 12;
@@ -49,58 +49,84 @@ impl Input<'_> {
 
 /// `y[m, n] = x[m, k] · w[n, k]ᵀ + bias[n]`, plus what `y` held if `add`.
 ///
-/// On [`Isa::Avx512Bf16`] f32 activations are rounded to bf16 first; else bf16 ones are widened. Sums are f32.
+/// Where [`Isa::computes_bf16`], f32 activations are rounded to bf16 first; else bf16 ones are widened. Sums are f32.
 /// Panics if a slice is not as long as the sizes say or the CPU lacks `isa`, which is a bug of the caller.
 pub fn matmul(isa: Isa, x: Input<'_>, w: &PackedBf16, bias: Option<&[f32]>, y: &mut [f32], add: bool) {
     let m = x.len() / w.k();
-    assert!(isa.is_available(), "no {} here. This is a bug.", isa.as_str());
-    assert!(x.len() == m * w.k() && y.len() == m * w.n(), "{m} rows of {}x{}. This is a bug.", w.n(), w.k());
+    assert!(y.len() == m * w.n() && !w.is_gated(), "{m} rows of {}x{}. This is a bug.", w.n(), w.k());
     assert!(bias.is_none_or(|bias| bias.len() == w.n()), "bias of {}. This is a bug.", w.n());
+    product(isa, x, w, &Linear { y: Rows(y.as_mut_ptr()), n: w.n(), bias, add });
+}
+
+/// `out[m, n / 2] = silu(x · gateᵀ) * (x · upᵀ)` with the two weights in `w`, packed by [`PackedBf16::gated`];
+/// `silu(x) = x / (1 + e^-x)`.
+///
+/// Panics as [`matmul`].
+pub fn silu_mul(isa: Isa, x: Input<'_>, w: &PackedBf16, out: Output<'_>) {
+    let (m, n) = (x.len() / w.k(), w.n() / 2);
+    assert!(out.len() == m * n && w.is_gated(), "{m} rows of {n}x{}. This is a bug.", w.k());
+    match out {
+        Output::F32(out) => product(isa, x, w, &SiluMul { out: Rows(out.as_mut_ptr()), n }),
+        Output::Bf16(out) => product(isa, x, w, &SiluMul { out: Rows(out.as_mut_ptr()), n }),
+    }
+}
+
+fn product<F: Finish>(isa: Isa, x: Input<'_>, w: &PackedBf16, finish: &F) {
+    let m = x.len() / w.k();
+    assert!(isa.is_available(), "no {} here. This is a bug.", isa.as_str());
+    assert!(x.len() == m * w.k(), "rows of {}. This is a bug.", w.k());
     if m == 0 {
         return;
     }
-    with_rows(isa, x, w, |a, a_row, a_pair| {
-        let product = Product { isa, a, a_row, a_pair, w, bias, y: y.as_mut_ptr(), add };
+    with_rows(isa, x, w, |a, a_row| {
+        let product = Product { isa, a, a_row, w, finish };
         if m <= FEW_ROWS { product.few_rows(m) } else { product.many_rows(m) }
     });
 }
 
-/// Calls `then` with the activations as words in the form that `isa` computes with, the distance of rows and of pairs.
-/// Converts, and pads an odd `k` with a zero, where they are in another form.
-fn with_rows(isa: Isa, x: Input<'_>, w: &PackedBf16, then: impl FnOnce(*const u32, usize, usize)) {
-    thread_local!(static WORDS: RefCell<Vec<u32>> = const { RefCell::new(Vec::new()) });
-    let (k, pairs) = (w.k(), w.pairs());
-    match (isa, x) {
-        (Isa::Avx512Bf16, Input::Bf16(x)) if k.is_multiple_of(2) => then(x.as_ptr().cast(), pairs, 1),
-        (Isa::Portable | Isa::Avx2 | Isa::Avx512, Input::F32(x)) if k.is_multiple_of(2) => {
-            then(x.as_ptr().cast(), 2 * pairs, 2);
+/// Calls `then` with the activations as words in the form that `isa` computes with, and the distance of rows. Converts,
+/// and pads inputs with zeros, where they are in another form.
+fn with_rows(isa: Isa, x: Input<'_>, w: &PackedBf16, then: impl FnOnce(*const u32, usize)) {
+    thread_local!(static WORDS: RefCell<Words> = RefCell::default());
+    let (k, width) = (w.k(), 2 * w.pairs());
+    // Rows of tiles that straddle cache lines would take twice the time.
+    let aligned = |address: usize| isa != Isa::AmxBf16 || address.is_multiple_of(64);
+    match (isa.computes_bf16(), x) {
+        (true, Input::Bf16(x)) if k == width && aligned(x.as_ptr() as usize) => {
+            then(x.as_ptr().cast(), width / 2);
         }
-        (Isa::Avx512Bf16, x) => WORDS.with_borrow_mut(|words| {
-            words.clear();
-            words.resize(x.len() / k * pairs, 0);
+        (false, Input::F32(x)) if k == width => then(x.as_ptr().cast(), width),
+        (true, x) => WORDS.with_borrow_mut(|words| {
+            let words = words.get(x.len() / k * width / 2);
             let rows: &mut [bf16] = bytemuck::cast_slice_mut(words);
             match x {
-                Input::F32(x) => copy_rows(x, k, rows, 2 * pairs, narrow),
-                Input::Bf16(x) => copy_rows(x, k, rows, 2 * pairs, |from, to| to.copy_from_slice(from)),
+                Input::F32(x) => copy_rows(x, k, rows, width, narrow),
+                Input::Bf16(x) => copy_rows(x, k, rows, width, |from, to| to.copy_from_slice(from)),
             }
-            then(words.as_ptr(), pairs, 1);
+            then(words.as_ptr(), width / 2);
         }),
-        (_, x) => WORDS.with_borrow_mut(|words| {
-            words.clear();
-            words.resize(x.len() / k * 2 * pairs, 0);
-            let rows: &mut [f32] = bytemuck::cast_slice_mut(words);
+        (false, x) => WORDS.with_borrow_mut(|words| {
+            let words = words.get(x.len() / k * width);
+            let rows = floats(words);
             match x {
-                Input::F32(x) => copy_rows(x, k, rows, 2 * pairs, |from, to| to.copy_from_slice(from)),
-                Input::Bf16(x) => copy_rows(x, k, rows, 2 * pairs, super::widen_into),
+                Input::F32(x) => copy_rows(x, k, rows, width, |from, to| to.copy_from_slice(from)),
+                Input::Bf16(x) => copy_rows(x, k, rows, width, super::widen_into),
             }
-            then(words.as_ptr(), 2 * pairs, 2);
+            then(words.as_ptr(), width);
         }),
     }
 }
 
-fn copy_rows<A, B>(from: &[A], k: usize, to: &mut [B], width: usize, copy: impl Fn(&[A], &mut [B])) {
+fn copy_rows<A, B: bytemuck::Zeroable>(
+    from: &[A],
+    k: usize,
+    to: &mut [B],
+    width: usize,
+    copy: impl Fn(&[A], &mut [B]),
+) {
     for (from, to) in from.chunks_exact(k).zip(to.chunks_exact_mut(width)) {
         copy(from, &mut to[..k]);
+        to[k..].fill_with(B::zeroed);
     }
 }
 
@@ -114,142 +140,112 @@ dispatch! {
 }
 
 /// One product, shared by the threads that compute parts of it.
-struct Product<'a> {
+struct Product<'a, F> {
     isa: Isa,
     a: *const u32,
     a_row: usize,
-    a_pair: usize,
     w: &'a PackedBf16,
-    bias: Option<&'a [f32]>,
-    y: *mut f32,
-    add: bool,
+    finish: &'a F,
 }
 
-// SAFETY: tasks write disjoint (row, panel) parts of `y` and only read everything else.
-unsafe impl Sync for Product<'_> {}
+// SAFETY: tasks finish disjoint (row, panel) parts and only read everything else.
+unsafe impl<F: Finish> Sync for Product<'_, F> {}
 
-/// Rows and pairs of a piece of work in one panel.
-#[derive(Clone, Copy)]
-struct Piece {
-    panel: usize,
-    row: usize,
-    rows: usize,
-    pair: usize,
-    pairs: usize,
-    /// See [`super::dp::Tile::prefetch`].
-    prefetch: (usize, usize),
+/// Rows, panels and pairs that are summed in one go.
+struct Part {
+    rows: Range<usize>,
+    panels: Range<usize>,
+    pairs: Range<usize>,
+    stream: bool,
 }
 
-impl Product<'_> {
-    fn panels(&self) -> usize {
-        self.w.n().div_ceil(COLUMNS)
-    }
-
+impl<F: Finish> Product<'_, F> {
     fn few_rows(&self, m: usize) {
-        let (panels, pairs) = (self.panels(), self.w.pairs());
-        let tiles = m.div_ceil(TILE_ROWS);
-        let tile_rows = m.div_ceil(tiles);
-        let step = if tiles == 1 { pairs } else { FEW_PAIRS };
-        let per_task = panels.div_ceil(team::threads() * TASKS_PER_THREAD);
-        team::run(panels.div_ceil(per_task), |task| {
-            for panel in task * per_task..panels.min((task + 1) * per_task) {
-                self.set_bias(panel, 0, m);
+        let (panels, pairs) = (self.w.panels(), self.w.pairs());
+        let step = if m <= ROWS || self.isa == Isa::AmxBf16 { pairs } else { FEW_PAIRS };
+        let per_task = panels.div_ceil(team::threads() * TASKS_PER_THREAD).next_multiple_of(F::PANELS);
+        self.each_task(panels.div_ceil(per_task), per_task * m, |task, tiles, sums| {
+            let range = task * per_task..panels.min((task + 1) * per_task);
+            for panel in range.clone() {
+                let sums = &mut sums[(panel - range.start) * m * COLUMNS..];
                 for pair in (0..pairs).step_by(step) {
-                    for (tile, row) in (0..m).step_by(tile_rows).enumerate() {
-                        let (rows, pairs) = (tile_rows.min(m - row), step.min(pairs - pair));
-                        let prefetch = (4 * tile / tiles, 4 * (tile + 1) / tiles);
-                        self.tile(Piece { panel, row, rows, pair, pairs, prefetch });
-                    }
+                    let pairs = pair..pairs.min(pair + step);
+                    self.sum(tiles, Part { rows: 0..m, panels: panel..panel + 1, pairs, stream: true }, sums);
                 }
             }
+            self.finish(0..m, range, sums);
         });
     }
 
     fn many_rows(&self, m: usize) {
-        let (panels, pairs) = (self.panels(), self.w.pairs());
-        let block = m.div_ceil(m.div_ceil(BLOCK_ROWS)).next_multiple_of(TILE_ROWS);
+        let (panels, pairs) = (self.w.panels(), self.w.pairs());
+        let (block, step) = block(self.isa, m);
         let groups = panels.div_ceil(TASK_PANELS);
-        team::run(m.div_ceil(block) * groups, |task| {
-            let (first, last) = (task / groups * block, m.min((task / groups + 1) * block));
+        self.each_task(m.div_ceil(block) * groups, TASK_PANELS * block, |task, tiles, sums| {
+            let rows = task / groups * block..m.min((task / groups + 1) * block);
             let range = task % groups * TASK_PANELS..panels.min((task % groups + 1) * TASK_PANELS);
-            range.clone().for_each(|panel| self.set_bias(panel, first, last - first));
-            for pair in (0..pairs).step_by(BLOCK_PAIRS) {
-                for panel in range.clone() {
-                    for row in (first..last).step_by(TILE_ROWS) {
-                        let (rows, pairs) = (TILE_ROWS.min(last - row), BLOCK_PAIRS.min(pairs - pair));
-                        self.tile(Piece { panel, row, rows, pair, pairs, prefetch: (0, 0) });
-                    }
-                }
+            for pair in (0..pairs).step_by(step) {
+                let pairs = pair..pairs.min(pair + step);
+                self.sum(tiles, Part { rows: rows.clone(), panels: range.clone(), pairs, stream: false }, sums);
             }
+            self.finish(rows, range, sums);
         });
     }
 
-    /// What the sums of a panel start from, if there is a bias.
-    fn set_bias(&self, panel: usize, first: usize, rows: usize) {
-        let Some(bias) = self.bias else { return };
-        let columns = panel * COLUMNS..self.w.n().min((panel + 1) * COLUMNS);
-        for row in first..first + rows {
-            for column in columns.clone() {
-                // SAFETY: row and column are inside y, in the part that is this task's alone.
-                let y = unsafe { &mut *self.y.add(row * self.w.n() + column) };
-                *y = bias[column] + if self.add { *y } else { 0.0 };
-            }
+    /// Runs tasks, each with tiles and room for `rows` rows of a panel's sums.
+    fn each_task(&self, tasks: usize, rows: usize, task: impl Fn(usize, &mut Tiles, &mut [f32]) + Sync) {
+        thread_local!(static SUMS: RefCell<Words> = RefCell::default());
+        team::run(tasks, |index| {
+            SUMS.with_borrow_mut(|sums| {
+                // SAFETY: `product` checked the CPU, and a thread is in one task at a time.
+                let mut tiles = unsafe { Tiles::new(self.isa) };
+                task(index, &mut tiles, floats(sums.get(rows * COLUMNS)));
+            });
+        });
+    }
+
+    /// Adds the part to `sums`, `[panels][rows][COLUMNS]`; the first pairs start them.
+    fn sum(&self, tiles: &mut Tiles, part: Part, sums: &mut [f32]) {
+        let Part { rows, panels, pairs, stream } = part;
+        let size = rows.len() * COLUMNS;
+        for (panel, sums) in panels.zip(sums.chunks_exact_mut(size)) {
+            let first = (panel * self.w.pairs() + pairs.start) * COLUMNS;
+            let b = self.w.words()[first..first + pairs.len() * COLUMNS].as_ptr();
+            let at = rows.start * self.a_row + pairs.start * self.isa.pair_words();
+            let piece = Piece {
+                pairs: pairs.len(),
+                a: self.a.wrapping_add(at),
+                a_row: self.a_row,
+                b,
+                c: sums.as_mut_ptr(),
+                c_row: COLUMNS,
+                add: pairs.start > 0,
+                stream,
+            };
+            // SAFETY: rows and pairs are inside the activations, the panel's pairs inside the weight (checked above), and
+            // the sums have a row for each.
+            unsafe { tiles.product(rows.len(), &piece) };
         }
     }
 
-    /// One register tile; through a buffer where the panel is wider than the matrix.
-    fn tile(&self, piece: Piece) {
-        let n = self.w.n();
-        let columns = COLUMNS.min(n - piece.panel * COLUMNS);
-        let starts_from_y = piece.pair > 0 || self.add || self.bias.is_some();
-        // SAFETY: the first row and column of the piece are inside y.
-        let c = unsafe { self.y.add(piece.row * n + piece.panel * COLUMNS) };
-        if columns == COLUMNS {
-            // SAFETY: the tile of `rows` by 64 is inside y, and this task's alone.
-            return unsafe { self.run(piece, c, n, starts_from_y) };
-        }
-        let mut buffer = [0f32; TILE_ROWS * COLUMNS];
-        for (i, line) in buffer.chunks_exact_mut(COLUMNS).take(piece.rows).enumerate() {
-            if starts_from_y {
-                // SAFETY: `columns` elements of this row are inside y and belong to this task.
-                unsafe { c.add(i * n).copy_to_nonoverlapping(line.as_mut_ptr(), columns) };
-            }
-        }
-        // SAFETY: the buffer holds a whole tile.
-        unsafe { self.run(piece, buffer.as_mut_ptr(), COLUMNS, starts_from_y) };
-        for (i, line) in buffer.chunks_exact(COLUMNS).take(piece.rows).enumerate() {
-            // SAFETY: as above.
-            unsafe { c.add(i * n).copy_from_nonoverlapping(line.as_ptr(), columns) };
+    fn finish(&self, rows: Range<usize>, panels: Range<usize>, sums: &[f32]) {
+        let size = F::PANELS * rows.len() * COLUMNS;
+        for (panel, sums) in panels.step_by(F::PANELS).zip(sums.chunks_exact(size)) {
+            // SAFETY: rows and panels are inside the output, and this task's alone.
+            unsafe { self.finish.rows(rows.clone(), panel, sums) };
         }
     }
+}
 
-    /// # Safety
-    /// `c` holds `piece.rows` rows of 64 sums, `c_row` apart, that nobody else uses.
-    unsafe fn run(&self, piece: Piece, c: *mut f32, c_row: usize, add: bool) {
-        let first = (piece.panel * self.w.pairs() + piece.pair) * COLUMNS;
-        let b = self.w.words()[first..first + piece.pairs * COLUMNS].as_ptr();
-        // SAFETY: row and pair are inside the activations.
-        let a = unsafe { self.a.add(piece.row * self.a_row + piece.pair * self.a_pair) };
-        let wide = widen::Tile { pairs: piece.pairs, a: a.cast(), a_row: self.a_row, b, c, c_row, add };
-        // SAFETY: `matmul` checked that the CPU has `isa`; the pieces are inside a, w and c.
-        unsafe {
-            match self.isa {
-                #[cfg(target_arch = "x86_64")]
-                Isa::Avx512Bf16 => {
-                    use super::dp::{Start, Tile};
-                    let start = if add { Start::Output } else { Start::Zero };
-                    let (pairs, prefetch) = (piece.pairs, piece.prefetch);
-                    let (a_row, a_pair) = (self.a_row, self.a_pair);
-                    Tile { pairs, a, a_row, a_pair, b, c, c_row, start, prefetch }.run(piece.rows);
-                }
-                #[cfg(target_arch = "x86_64")]
-                Isa::Avx512 => wide.avx512(piece.rows),
-                #[cfg(target_arch = "x86_64")]
-                Isa::Avx2 => wide.avx2(piece.rows),
-                _ => wide.portable(piece.rows),
-            }
-        }
-    }
+/// Rows of a block and pairs of a piece. Of blocks about equal, with whole tiles.
+fn block(isa: Isa, m: usize) -> (usize, usize) {
+    let (rows, tile, pairs) = match isa {
+        // A piece of a block is 384 KiB and its sums as much, in 2 MiB of L2; the piece of a panel is 64 KiB.
+        Isa::AmxBf16 => (384, 32, 256),
+        // 192 rows x 2 KiB of bf16 are 384 KiB, beside a piece of a panel (128 KiB).
+        _ => (192, ROWS, 512),
+    };
+    (m.div_ceil(m.div_ceil(rows)).next_multiple_of(tile), pairs)
 }
 
 #[cfg(test)]
@@ -292,7 +288,7 @@ mod tests {
 
     #[test]
     fn every_path_agrees_with_f64_for_odd_shapes() {
-        for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
+        for isa in Isa::available() {
             for m in [1, 2, 3, 5, 6, 7, 8, 12, 13, 24, 25, 31, 100] {
                 for (n, k) in [(1, 1), (64, 32), (65, 33), (63, 2), (130, 70), (200, 31), (320, 129)] {
                     check(isa, (m, n, k), false, false, true);
@@ -311,7 +307,7 @@ mod tests {
         let (n, k) = (192, 1500);
         let (x, w) = (values(300 * k, 3), values(n * k, 4));
         let packed = PackedBf16::new(&mut Arena::default(), &[bytemuck::cast_slice(&w)], k).unwrap();
-        for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
+        for isa in Isa::available() {
             let mut alone = vec![0f32; n];
             matmul(isa, Input::Bf16(&x[..k]), &packed, None, &mut alone, false);
             for m in [2, 7, 24, 25, 300] {

@@ -1,27 +1,32 @@
 //! CPU kernels over plain slices: f32 activations, bf16/f16/f32 weights, bf16/f32 KV.
 //!
-//! Every kernel is written once in portable Rust and compiled twice by [`dispatch!`]: for the baseline CPU and for
-//! AVX2+FMA, chosen at run time.
+//! Work on rows (norms, activations) is written once in portable Rust and compiled for each kind of CPU by [`dispatch!`];
+//! products are made of [`tiles`], one kernel for each [`Isa`]. Both choose at run time.
 
+#[cfg(target_arch = "x86_64")]
+mod amx;
 pub mod arena;
 pub mod attention;
+mod blocked;
+mod context;
 #[cfg(target_arch = "x86_64")]
 mod decode;
 #[cfg(target_arch = "x86_64")]
 mod dp;
 mod exact;
 mod exp;
+mod finish;
 pub mod isa;
 pub mod linear;
 pub mod matmul;
 pub mod packed;
 pub mod pointwise;
-#[cfg(target_arch = "x86_64")]
-mod prefill;
 pub mod qkv;
 #[cfg(target_arch = "x86_64")]
 mod simd;
+mod soften;
 pub mod team;
+mod tiles;
 mod widen;
 
 pub use arena::Arena;
@@ -30,7 +35,7 @@ pub use isa::Isa;
 pub use matmul::{Input, matmul};
 pub use packed::PackedBf16;
 
-/// Compiles `$body` as `fn $name` twice and picks the wider one where the CPU has it.
+/// Compiles `$body` as `fn $name` for three widths of registers and picks the widest that the CPU has.
 macro_rules! dispatch {
     ($(#[$meta:meta])* $vis:vis fn $name:ident $(<$g:ident: $bound:path>)? ($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
         $(#[$meta])*
@@ -45,9 +50,16 @@ macro_rules! dispatch {
                 fn wide $(<$g: $bound>)? ($($arg: $ty),*) $(-> $ret)? {
                     portable($($arg),*)
                 }
-                if std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma") {
+                #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+                fn widest $(<$g: $bound>)? ($($arg: $ty),*) $(-> $ret)? {
+                    portable($($arg),*)
+                }
+                match $crate::cpu::Isa::detect() {
+                    $crate::cpu::Isa::Portable => {}
                     // SAFETY: the CPU has the features that `wide` was compiled for.
-                    return unsafe { wide($($arg),*) };
+                    $crate::cpu::Isa::Avx2 => return unsafe { wide($($arg),*) },
+                    // SAFETY: the CPU has the features that `widest` was compiled for.
+                    _ => return unsafe { widest($($arg),*) },
                 }
             }
             portable($($arg),*)

@@ -8,15 +8,19 @@ use super::team;
 /// Output columns of a panel: four AVX-512 registers of f32 sums.
 pub const COLUMNS: usize = 64;
 
+/// Pairs of inputs come in multiples of this: a step of AMX. Those beyond `k` are zero.
+pub const PAIRS: usize = 16;
+
 /// The weight `[n, k]` of a linear layer, repacked once.
 ///
 /// Panels of [`COLUMNS`] outputs, one after another; in a panel, for each pair of inputs `(2i, 2i + 1)`, one word for each
 /// output: the bf16 weight of input `2i` in its low half, of `2i + 1` in its high half. So one pass over the memory, in
-/// order, serves every kernel. Columns beyond `n` and an input beyond `k` are zero.
+/// order, serves every kernel. Columns beyond `n` and inputs beyond `k` are zero.
 #[derive(Debug)]
 pub struct PackedBf16 {
     n: usize,
     k: usize,
+    gated: bool,
     words: HugeSlice,
 }
 
@@ -26,22 +30,31 @@ impl PackedBf16 {
     ///
     /// Errors: no memory. Panics if a part does not hold whole rows, which is a bug of the caller.
     pub fn new(arena: &mut Arena, parts: &[&[u8]], k: usize) -> io::Result<Self> {
-        let row_bytes = 2 * k;
-        assert!(
-            k > 0 && parts.iter().all(|part| part.len().is_multiple_of(row_bytes)),
-            "rows of {k}. This is a bug."
-        );
-        let n = parts.iter().map(|part| part.len() / row_bytes).sum::<usize>();
-        let panel_words = k.div_ceil(2) * COLUMNS;
-        let mut words = arena.alloc(n.div_ceil(COLUMNS) * panel_words)?;
-        let rows: Vec<&[u8]> = parts.iter().flat_map(|part| part.chunks_exact(row_bytes)).collect();
+        let rows = parts.iter().flat_map(|part| rows_of(part, k)).collect::<Vec<&[u8]>>();
+        Self::from_panels(arena, &rows.chunks(COLUMNS).collect::<Vec<_>>(), k, false)
+    }
+
+    /// Packs the gate's and the up projection's weight, both `[n / 2, k]`, for [`super::matmul::silu_mul`]: their panels
+    /// take turns, so that both halves of an output are computed together.
+    ///
+    /// Errors: no memory. Panics if the parts are not of equal size, which is a bug of the caller.
+    pub fn gated(arena: &mut Arena, gate: &[u8], up: &[u8], k: usize) -> io::Result<Self> {
+        assert!(gate.len() == up.len(), "a gate of {} bytes, {} up. This is a bug.", gate.len(), up.len());
+        let [gate, up] = [gate, up].map(|part| rows_of(part, k).collect::<Vec<&[u8]>>());
+        let panels = gate.chunks(COLUMNS).zip(up.chunks(COLUMNS)).flat_map(|(gate, up)| [gate, up]);
+        Self::from_panels(arena, &panels.collect::<Vec<_>>(), k, true)
+    }
+
+    fn from_panels(arena: &mut Arena, panels: &[&[&[u8]]], k: usize, gated: bool) -> io::Result<Self> {
+        let panel_words = k.div_ceil(2 * PAIRS) * PAIRS * COLUMNS;
+        let mut words = arena.alloc(panels.len() * panel_words)?;
         let base = Words(words.as_mut_ptr());
-        team::run(n.div_ceil(COLUMNS), |panel| {
+        team::run(panels.len(), |panel| {
             // SAFETY: the allocation holds this many panels and each is filled by one task.
             let panel_words = unsafe { base.panel(panel, panel_words) };
-            pack_panel(&rows[panel * COLUMNS..n.min((panel + 1) * COLUMNS)], panel_words);
+            pack_panel(panels[panel], panel_words);
         });
-        Ok(Self { n, k, words })
+        Ok(Self { n: panels.iter().map(|rows| rows.len()).sum(), k, gated, words })
     }
 
     /// Outputs.
@@ -54,9 +67,19 @@ impl PackedBf16 {
         self.k
     }
 
-    /// Pairs of inputs, the last one perhaps half empty.
+    /// True if made by [`Self::gated`].
+    pub fn is_gated(&self) -> bool {
+        self.gated
+    }
+
+    /// Pairs of inputs, a multiple of [`PAIRS`].
     pub fn pairs(&self) -> usize {
-        self.k.div_ceil(2)
+        self.k.div_ceil(2 * PAIRS) * PAIRS
+    }
+
+    /// Panels of [`COLUMNS`] outputs.
+    pub fn panels(&self) -> usize {
+        self.words.len() / (self.pairs() * COLUMNS)
     }
 
     /// Bytes of the packed form.
@@ -71,7 +94,7 @@ impl PackedBf16 {
 
     /// Widens row `row` (the weights of one output) into `out[k]`: a lookup, when the matrix is an embedding table.
     pub fn row(&self, row: usize, out: &mut [f32]) {
-        assert!(row < self.n && out.len() == self.k, "row {row} of {}. This is a bug.", self.n);
+        assert!(row < self.n && out.len() == self.k && !self.gated, "row {row} of {}. This is a bug.", self.n);
         let panel = &self.words[row / COLUMNS * self.pairs() * COLUMNS..][..self.pairs() * COLUMNS];
         let column = panel[row % COLUMNS..].iter().step_by(COLUMNS);
         for (pair, word) in out.chunks_mut(2).zip(column) {
@@ -81,6 +104,11 @@ impl PackedBf16 {
             }
         }
     }
+}
+
+fn rows_of(part: &[u8], k: usize) -> impl Iterator<Item = &[u8]> {
+    assert!(k > 0 && part.len().is_multiple_of(2 * k), "{} bytes in rows of {k}. This is a bug.", part.len());
+    part.chunks_exact(2 * k)
 }
 
 /// The start of the panels, shared by the threads that fill them.

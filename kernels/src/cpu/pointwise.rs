@@ -1,7 +1,7 @@
 //! Norms, activations and table lookups, row by row.
 
 use super::attention::{Output, Rows};
-use super::exp::exp;
+use super::finish::silu_row;
 use super::packed::PackedBf16;
 use super::{Element, dispatch, dot, team, widen_into};
 
@@ -34,18 +34,14 @@ dispatch! {
 pub fn silu_mul(gate_up: &[f32], width: usize, out: Output<'_>) {
     assert!(gate_up.len() == 2 * out.len(), "silu_mul rows of {width}. This is a bug.");
     match out {
-        Output::F32(out) => each_row(gate_up, 2 * width, out, width, silu_row),
-        Output::Bf16(out) => each_row(gate_up, 2 * width, out, width, silu_row),
+        Output::F32(out) => each_row(gate_up, 2 * width, out, width, |row, out| halves(row, out)),
+        Output::Bf16(out) => each_row(gate_up, 2 * width, out, width, |row, out| halves(row, out)),
     }
 }
 
-dispatch! {
-    fn silu_row<E: Element>(row: &[f32], out: &mut [E]) -> () {
-        let (gate, up) = row.split_at(out.len());
-        for ((o, g), u) in out.iter_mut().zip(gate).zip(up) {
-            *o = E::narrow(g / (1.0 + exp(-g)) * u);
-        }
-    }
+fn halves<E: Element>(row: &[f32], out: &mut [E]) {
+    let (gate, up) = row.split_at(out.len());
+    silu_row(gate, up, out);
 }
 
 /// Rows `ids` of a packed table `[n, k]`, widened, into `out[ids.len(), k]`.

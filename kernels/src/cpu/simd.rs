@@ -41,6 +41,36 @@ pub fn zip(a: __m512i, b: __m512i) -> (__m512i, __m512i) {
     (_mm512_permutex2var_epi16(a, low, b), _mm512_permutex2var_epi16(a, high, b))
 }
 
+/// `to[i] = (even[i], odd[i])`, the first in the low half.
+///
+/// # Safety
+/// The CPU has AVX-512, `to.len()` is a multiple of 32, and both rows have as many elements.
+#[target_feature(enable = "avx512f,avx512bw")]
+pub unsafe fn zip_rows(even: *const half::bf16, odd: *const half::bf16, to: &mut [u32]) {
+    for (i, to) in to.chunks_exact_mut(32).enumerate() {
+        // SAFETY: 32 elements of each row from `32 i` on, and 32 words.
+        unsafe {
+            let [even, odd] = [even, odd].map(|row| _mm512_loadu_si512(row.add(32 * i).cast()));
+            let (low, high) = zip(even, odd);
+            _mm512_storeu_si512(to.as_mut_ptr().cast(), low);
+            _mm512_storeu_si512(to.as_mut_ptr().add(16).cast(), high);
+        }
+    }
+}
+
+/// `to[i * to_row + j] = from[j][i]` for 16 x 16 words.
+///
+/// # Safety
+/// The CPU has AVX-512; sixteen words of each row of `from` and of `to` may be accessed.
+#[target_feature(enable = "avx512f")]
+pub unsafe fn transpose_words(from: [*const u32; 16], to: *mut u32, to_row: usize) {
+    // SAFETY: passed on from the caller. Moving bits through float registers changes none.
+    unsafe {
+        let columns = transpose(from.map(|row| _mm512_loadu_ps(row.cast())));
+        columns.iter().enumerate().for_each(|(i, column)| _mm512_storeu_ps(to.add(i * to_row).cast(), *column));
+    }
+}
+
 /// Element `2 i` is `first + i` of the first operand, `2 i + 1` the same of the second.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
@@ -48,17 +78,6 @@ fn zip_index(first: u32) -> __m512i {
     let index: [u32; 16] = std::array::from_fn(|i| (first + i as u32) | (first + i as u32 + 32) << 16);
     // SAFETY: both types are 512 bits without invalid values.
     unsafe { std::mem::transmute(index) }
-}
-
-/// Rounds sixteen floats each of `a` and `b` to bf16 and pairs them: `a[i]` low, `b[i]` high.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
-pub fn pair_up(a: __m512, b: __m512) -> __m512i {
-    // SAFETY: both types are 512 bits without invalid values.
-    let halves: __m512i = unsafe { std::mem::transmute(_mm512_cvtne2ps_pbh(b, a)) };
-    let index: [u32; 16] = std::array::from_fn(|i| i as u32 | (i as u32 + 16) << 16);
-    // SAFETY: as above.
-    _mm512_permutexvar_epi16(unsafe { std::mem::transmute::<[u32; 16], __m512i>(index) }, halves)
 }
 
 #[cfg(test)]
@@ -81,8 +100,8 @@ mod tests {
     }
 
     #[test]
-    fn zip_and_pair_up_put_neighbours_together() {
-        if !Isa::Avx512Bf16.is_available() {
+    fn zip_puts_neighbours_together() {
+        if !Isa::Avx512.is_available() {
             return;
         }
         let (a, b): ([u16; 32], [u16; 32]) =
@@ -94,12 +113,5 @@ mod tests {
         };
         let zipped: Vec<u16> = (0..32).flat_map(|i| [i, 100 + i]).collect();
         assert_eq!([low, high].concat(), zipped);
-        let (a, b): ([f32; 16], [f32; 16]) =
-            (std::array::from_fn(|i| i as f32), std::array::from_fn(|i| -(i as f32)));
-        // SAFETY: as above.
-        let pairs: [half::bf16; 32] =
-            unsafe { std::mem::transmute(pair_up(std::mem::transmute(a), std::mem::transmute(b))) };
-        let expected: Vec<f32> = (0..16).flat_map(|i| [i as f32, -(i as f32)]).collect();
-        assert!(pairs.iter().zip(&expected).all(|(got, expected)| got.to_f32() == *expected), "{pairs:?}");
     }
 }

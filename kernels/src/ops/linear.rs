@@ -2,7 +2,7 @@
 
 use candle_core::{CpuStorage, InplaceOp1, InplaceOp2, InplaceOp3, Layout, Result, Storage, Tensor, bail};
 
-use super::{f32_slice, f32_slice_mut, input, range};
+use super::{f32_slice, f32_slice_mut, input, output, range};
 use crate::cpu::pointwise::{embed, embed_packed};
 use crate::cpu::{self, Isa, PackedBf16};
 
@@ -34,7 +34,7 @@ impl Weight {
 
     /// True if activations are rounded to bf16 to be multiplied with this weight, so that they may be stored so.
     pub fn computes_bf16(&self) -> bool {
-        matches!(self, Weight::Packed(packed) if isa(packed) == Isa::Avx512Bf16)
+        matches!(self, Weight::Packed(packed) if isa(packed).computes_bf16())
     }
 }
 
@@ -56,6 +56,22 @@ pub fn linear(y: &Tensor, x: &Tensor, w: &Weight, bias: Option<&Tensor>, add: bo
     match w {
         Weight::Packed(w) => y.inplace_op2(x, &Packed { w, bias, add }),
         Weight::Stored(w) => y.inplace_op3(x, w, &Stored { bias, add }),
+    }
+}
+
+/// `out[rows, n] = silu(x · gateᵀ) * (x · upᵀ)`: `w[2 n, in]` is both weights, packed by [`PackedBf16::gated`] or stored one
+/// below the other. `scratch`, f32 `[rows, 2 n]`, is for stored ones only.
+pub fn gate_up(out: &Tensor, x: &Tensor, w: &Weight, scratch: impl FnOnce() -> Result<Tensor>) -> Result<()> {
+    if x.dims().last() != Some(&w.columns()) || out.dims().last() != Some(&(w.rows() / 2)) {
+        bail!("gate_up: {:?} = {:?} by [{}, {}] does not fit", out.shape(), x.shape(), w.rows(), w.columns())
+    }
+    match w {
+        Weight::Packed(w) => out.inplace_op2(x, &Gated(w)),
+        Weight::Stored(_) => {
+            let scratch = scratch()?;
+            linear(&scratch, x, w, None, false)?;
+            super::silu_mul(out, &scratch)
+        }
     }
 }
 
@@ -87,6 +103,20 @@ impl InplaceOp2 for Packed<'_> {
     fn cpu_fwd(&self, y: &mut CpuStorage, yl: &Layout, x: &CpuStorage, xl: &Layout) -> Result<()> {
         let (y, x) = (f32_slice_mut(y, yl, "linear's output")?, input(x, xl, "linear's input")?);
         with_bias(self.bias, |bias| cpu::matmul(isa(self.w), x, self.w, bias, y, self.add))
+    }
+}
+
+struct Gated<'a>(&'a PackedBf16);
+
+impl InplaceOp2 for Gated<'_> {
+    fn name(&self) -> &'static str {
+        "gate_up"
+    }
+
+    fn cpu_fwd(&self, out: &mut CpuStorage, ol: &Layout, x: &CpuStorage, xl: &Layout) -> Result<()> {
+        let (out, x) = (output(out, ol, "gate_up's output")?, input(x, xl, "gate_up's input")?);
+        cpu::matmul::silu_mul(isa(self.0), x, self.0, out);
+        Ok(())
     }
 }
 

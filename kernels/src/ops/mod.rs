@@ -8,7 +8,7 @@ mod linear;
 mod pointwise;
 
 pub use attention::{SplitQkv, computes_bf16_queries, paged_attention, split_qkv};
-pub use linear::{Weight, embedding, linear};
+pub use linear::{Weight, embedding, gate_up, linear};
 pub use pointwise::{rms_norm, silu_mul};
 
 use std::ops::Range;

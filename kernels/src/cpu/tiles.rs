@@ -1,0 +1,127 @@
+//! Rows times one panel of a packed matrix, on any instruction set: what products and attention are made of.
+
+#[cfg(target_arch = "x86_64")]
+use super::{amx, dp};
+use super::{Isa, widen};
+
+/// Rows that the register tiles take at once; AMX takes more. Callers that choose their number of rows choose multiples.
+pub const ROWS: usize = widen::ROWS;
+
+/// Operands: `c[i, j] (+)= sum over p of a[i, p] . b[p, j]` for the columns `j` of a panel.
+#[derive(Clone, Copy)]
+pub struct Piece {
+    /// Pairs to sum over: a multiple of [`super::packed::PAIRS`].
+    pub pairs: usize,
+    /// Rows of pairs, `a_row` words apart. A pair is one word of two bf16 where [`Isa::computes_bf16`], else two of f32.
+    pub a: *const u32,
+    pub a_row: usize,
+    /// [`super::packed::COLUMNS`] words of two bf16 for each pair, one after another.
+    pub b: *const u32,
+    /// As many sums for each row, `c_row` apart.
+    pub c: *mut f32,
+    pub c_row: usize,
+    /// Start from what `c` holds.
+    pub add: bool,
+    /// `b` comes from memory, so it is worth asking for it ahead.
+    pub stream: bool,
+}
+
+/// What a thread computes with during one task.
+pub struct Tiles {
+    isa: Isa,
+    #[cfg(target_arch = "x86_64")]
+    amx: Option<amx::Session>,
+}
+
+impl Tiles {
+    /// # Safety
+    /// The CPU has `isa`, and this thread has no other tiles.
+    pub unsafe fn new(isa: Isa) -> Self {
+        Self {
+            isa,
+            // SAFETY: passed on from the caller.
+            #[cfg(target_arch = "x86_64")]
+            amx: (isa == Isa::AmxBf16).then(|| unsafe { amx::Session::new() }),
+        }
+    }
+
+    /// Computes `rows` rows. For each element the pairs are summed in order, whatever `rows` is.
+    ///
+    /// # Safety
+    /// All of `a`, `b` and `c` that the fields name may be accessed.
+    pub unsafe fn product(&mut self, rows: usize, piece: &Piece) {
+        #[cfg(target_arch = "x86_64")]
+        if let Some(session) = &mut self.amx {
+            let Piece { pairs, a, a_row, b, c, c_row, add, stream } = *piece;
+            let (kind, steps, c) = (amx::Kind::Bf16, pairs / amx::STEP, c.cast());
+            // SAFETY: passed on from the caller.
+            return unsafe {
+                session.run(rows, &amx::Tile { kind, steps, a, a_row, b, c, c_row, add, stream })
+            };
+        }
+        let tiles = rows.div_ceil(ROWS);
+        let size = rows.div_ceil(tiles.max(1));
+        for tile in 0..tiles {
+            let first = tile * size;
+            // The tiles that share a panel share out its cache lines too: each asks for its part of every pair's four.
+            let lines = if piece.stream { (4 * tile / tiles, 4 * (tile + 1) / tiles) } else { (0, 0) };
+            // SAFETY: passed on from the caller; the rows of the tile are below `rows`.
+            unsafe { self.tile(size.min(rows - first), first, piece, lines) };
+        }
+    }
+
+    /// # Safety
+    /// As [`Self::product`], for `rows` rows from `first`.
+    unsafe fn tile(&self, rows: usize, first: usize, piece: &Piece, lines: (usize, usize)) {
+        let Piece { pairs, a_row, b, c_row, add, .. } = *piece;
+        // SAFETY: passed on from the caller, who also vouched for the CPU.
+        unsafe {
+            let (a, c) = (piece.a.add(first * a_row), piece.c.add(first * c_row));
+            let wide = widen::Tile { pairs, a: a.cast(), a_row, b, c, c_row, add };
+            match self.isa {
+                #[cfg(target_arch = "x86_64")]
+                Isa::AmxBf16 | Isa::Avx512Bf16 => {
+                    dp::Tile { pairs, a, a_row, b, c, c_row, add, prefetch: lines }.run(rows);
+                }
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx512 => wide.avx512(rows),
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx2 => wide.avx2(rows),
+                _ => wide.portable(rows),
+            }
+        }
+        let _ = lines;
+    }
+}
+
+/// Sixty-four bytes at a multiple of them: what tiles load at once.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C, align(64))]
+pub struct Line([u32; 16]);
+
+/// A buffer of words at a multiple of 64 bytes.
+#[derive(Debug, Default)]
+pub struct Words(Vec<Line>);
+
+impl Words {
+    /// `len` words of any value.
+    pub fn get(&mut self, len: usize) -> &mut [u32] {
+        let lines = len.div_ceil(16);
+        if self.0.len() < lines {
+            self.0.resize(lines, Line::default());
+        }
+        // SAFETY: a line is sixteen words without padding.
+        unsafe { std::slice::from_raw_parts_mut(self.0.as_mut_ptr().cast(), len) }
+    }
+
+    /// Gives memory back that is more than `len` words.
+    pub fn shrink(&mut self, len: usize) {
+        self.0.truncate(len.div_ceil(16));
+        self.0.shrink_to_fit();
+    }
+}
+
+/// Words as the floats that they hold.
+pub fn floats(words: &mut [u32]) -> &mut [f32] {
+    bytemuck::cast_slice_mut(words)
+}
