@@ -154,25 +154,22 @@ impl KvPool {
     pub fn inspect<T>(&self, offset: usize, len: usize, look: impl FnOnce(&[u8]) -> T) -> T {
         let end = offset.checked_add(len).filter(|&end| end <= self.len());
         assert!(end.is_some(), "{len} bytes at {offset} of {}. This is a bug.", self.len());
-        // SAFETY: the range lies inside the mapping, checked above; the caller owns the blocks.
-        look(unsafe { std::slice::from_raw_parts(self.base.as_ptr().add(offset), len) })
+        match &self.memory {
+            // SAFETY: the range lies inside the mapping, checked above; the caller owns the blocks.
+            Memory::Host(base) => look(unsafe { std::slice::from_raw_parts(base.as_ptr().add(offset), len) }),
+            Memory::Device(buffer) => {
+                let mut bytes = vec![0; len];
+                buffer.read(offset, &mut bytes).expect("blocks can be copied from the device");
+                look(&bytes)
+            }
+        }
     }
 
     /// A copy of one block's bytes: for tests and checksums, while nobody writes the block.
     pub fn read_block(&self, block: u32) -> Vec<u8> {
         assert!((block as usize) < self.num_blocks, "block {block} of {}. This is a bug.", self.num_blocks);
         let span = self.layout.block(block);
-        match &self.memory {
-            // SAFETY: the span lies inside the mapping, checked above; the caller owns the block.
-            Memory::Host(base) => unsafe {
-                std::slice::from_raw_parts(base.as_ptr().add(span.start), span.len()).to_vec()
-            },
-            Memory::Device(buffer) => {
-                let mut bytes = vec![0; span.len()];
-                buffer.read(span.start, &mut bytes).expect("a block can be copied from the device");
-                bytes
-            }
-        }
+        self.inspect(span.start, span.len(), <[u8]>::to_vec)
     }
 }
 

@@ -133,7 +133,8 @@ impl Plan {
             // SAFETY: plain data, filled below.
             algorithm: unsafe { std::mem::zeroed() },
         };
-        let transposed = sys::cublasOperation_t::CUBLAS_OP_T;
+        // CUBLAS_OP_T, which these bindings leave out.
+        let transposed = 1i32;
         // SAFETY: a descriptor of ours, and a value of the attribute's type.
         let set = unsafe {
             result::set_matmul_desc_attribute(
