@@ -1,7 +1,7 @@
 //! The one build script; members name it with `build = "../build.rs"`.
 //!
 //! A member gets what its features ask for. Without features nothing is generated: the bindings of NIXL
-//! and UCX are committed, so an ordinary build needs no libclang.
+//! and UCX are committed, so an ordinary build needs no libclang; CUDA kernels are compiled with `--features cuda` only.
 // Each member declares only its own features; the others' names are unknown to the compiler there.
 #![allow(unexpected_cfgs)]
 
@@ -9,6 +9,50 @@ fn main() {
     println!("cargo::rerun-if-changed=../build.rs");
     #[cfg(feature = "bindgen")]
     bindings::generate();
+    // The feature's name is enough: the members above `kernels` forward it and compile nothing.
+    if std::env::var_os("CARGO_FEATURE_CUDA").is_some() && std::path::Path::new("cu/all.cu").is_file() {
+        cuda::compile();
+    }
+}
+
+mod cuda {
+    use std::path::{Path, PathBuf};
+    use std::process::Command;
+    use std::{env, fs};
+
+    /// Ampere, Hopper and Blackwell; what lies between compiles the PTX of the first when it is loaded.
+    const ARCHITECTURES: &str = "80,90,120";
+
+    /// Writes `$OUT_DIR/kernels.fatbin` from `cu/all.cu`, and `$OUT_DIR/ptxas.txt`: registers and spills of each kernel.
+    pub fn compile() {
+        println!("cargo::rerun-if-changed=cu");
+        for name in ["NVCC", "CUDA_HOME", "KVFERRY_CUDA_ARCHS"] {
+            println!("cargo::rerun-if-env-changed={name}");
+        }
+        let out = PathBuf::from(env::var("OUT_DIR").expect("cargo sets OUT_DIR"));
+        let architectures = env::var("KVFERRY_CUDA_ARCHS").unwrap_or_else(|_| ARCHITECTURES.into());
+        let mut nvcc = Command::new(compiler());
+        nvcc.args(["-fatbin", "-O3", "-std=c++17", "--expt-extended-lambda", "-lineinfo", "--compress-mode=size"]);
+        nvcc.args(["--resource-usage", "--threads=0"]);
+        for number in architectures.split(',') {
+            nvcc.arg(format!("-gencode=arch=compute_{number},code=sm_{number}"));
+        }
+        let first = architectures.split(',').next().unwrap_or_default();
+        nvcc.arg(format!("-gencode=arch=compute_{first},code=compute_{first}"));
+        nvcc.arg("-o").arg(out.join("kernels.fatbin")).arg("cu/all.cu");
+        let output = nvcc.output().unwrap_or_else(|error| {
+            panic!("nvcc does not start ({error}): run scripts/cuda-setup, or set CUDA_HOME or NVCC")
+        });
+        let report = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success(), "nvcc failed:\n{report}");
+        fs::write(out.join("ptxas.txt"), report.as_bytes()).expect("OUT_DIR is writable");
+    }
+
+    fn compiler() -> PathBuf {
+        let home = env::var_os("CUDA_HOME").map(|home| Path::new(&home).join("bin/nvcc"));
+        let ours = Path::new("../.cuda/bin/nvcc").canonicalize().ok();
+        env::var_os("NVCC").map(PathBuf::from).or(home).or(ours).unwrap_or_else(|| "nvcc".into())
+    }
 }
 
 #[cfg(feature = "bindgen")]

@@ -19,6 +19,10 @@ pub enum BenchError {
     Status { url: String, status: u16, body: String },
     #[error("{url} answered something unexpected: {reason}")]
     Answer { url: String, reason: String },
+    #[error(transparent)]
+    Model(#[from] models::ModelError),
+    #[error(transparent)]
+    Cuda(#[from] kernels::cuda::CudaError),
     #[error("{0}")]
     Usage(String),
     /// The measurement ran, but what it measured was not right.

@@ -8,6 +8,7 @@
 mod client;
 mod demo;
 mod deployment;
+mod device;
 mod error;
 mod frontend;
 mod machine;
@@ -16,6 +17,7 @@ mod process;
 mod profile;
 mod prometheus;
 mod prompts;
+mod random_model;
 mod replay;
 mod report;
 mod routing;
@@ -55,6 +57,8 @@ enum Command {
     Transfer(transfer::Args),
     #[command(hide = true)]
     TransferEndpoint(transfer::EndpointArgs),
+    Device(device::Args),
+    RandomModel(random_model::Args),
     Demo(demo::Args),
 }
 
@@ -86,6 +90,8 @@ async fn run(command: Command) -> Result<ExitCode> {
         Command::Profile(args) => Box::pin(profile::run(args)).await?,
         Command::Transfer(args) => Box::pin(transfer::run(args)).await?,
         Command::TransferEndpoint(args) => transfer::run_endpoint(&args)?,
+        Command::Device(args) => device::run(args)?,
+        Command::RandomModel(args) => random_model::run(&args)?,
         Command::Demo(args) => Box::pin(demo::run(args)).await?,
     }
     Ok(ExitCode::SUCCESS)

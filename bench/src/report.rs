@@ -72,8 +72,8 @@ pub struct Report {
     pub runs: Vec<Run>,
 }
 
-/// What was not as it must be; empty if the numbers may be believed.
-pub fn check(runs: &[Run], output_tokens: usize) -> Vec<String> {
+/// What was not as it must be; empty if the numbers may be believed. Answers are compared unless any will do.
+pub fn check(runs: &[Run], output_tokens: usize, any_answer: bool) -> Vec<String> {
     let mut problems = Vec::new();
     let mut first: BTreeMap<usize, (&Run, &Sample)> = BTreeMap::new();
     for run in runs {
@@ -90,7 +90,7 @@ pub fn check(runs: &[Run], output_tokens: usize) -> Vec<String> {
                 }
             }
             let (other, reference) = first.entry(sample.prompt).or_insert((run, sample));
-            if sample.text != reference.text {
+            if !any_answer && sample.text != reference.text {
                 let at = sample.text.bytes().zip(reference.text.bytes()).take_while(|(a, b)| a == b).count();
                 let (ours, theirs) = (run.deployment, other.deployment);
                 problems.push(format!(

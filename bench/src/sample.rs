@@ -74,7 +74,7 @@ pub async fn complete_all(
         loop {
             // The borrow ends here: it must not be held while another client runs.
             let next = queue.borrow_mut().next();
-            let Some(prompt) = next else { return Ok(samples) };
+            let Some(prompt) = next else { return Result::<Vec<_>>::Ok(samples) };
             samples.push(complete(client, prompt, load.output_tokens, id(prompt)).await?);
         }
     };

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use kernels::KvPool;
-use models::qwen::{Batch, Qwen};
+use models::model::{Batch, Draw, Model, Row};
 
-use crate::core::Plan;
-use crate::sampler::{Sampled, Vocabulary};
+use crate::core::{Plan, SampleRow};
+use crate::sampler::{Sampled, Vocabulary, uniform};
 
 /// Computes steps. The engine's thread is the only caller.
 pub trait Runner: Send {
@@ -24,13 +24,13 @@ pub type Progress<'a> = &'a mut dyn FnMut(usize);
 
 /// A model on its device, with the pool that holds its KV.
 pub struct ModelRunner {
-    model: Qwen,
+    model: Box<dyn Model>,
     pool: Arc<KvPool>,
     vocabulary: Vocabulary,
 }
 
 impl ModelRunner {
-    pub fn new(model: Qwen, pool: Arc<KvPool>, vocabulary: Vocabulary) -> Self {
+    pub fn new(model: Box<dyn Model>, pool: Arc<KvPool>, vocabulary: Vocabulary) -> Self {
         Self { model, pool, vocabulary }
     }
 }
@@ -42,12 +42,37 @@ impl Runner for ModelRunner {
             meta: Arc::new(plan.meta.clone()),
             logits_rows: plan.samples.iter().map(|sample| sample.row).collect(),
         };
-        let mut forward = || -> candle_core::Result<Option<Vec<f32>>> {
-            let logits = self.model.forward_with(&batch, &self.pool, progress)?;
-            logits.map(|logits| logits.flatten_all()?.to_vec1()).transpose()
+        let draws: Vec<Option<Draw>> = plan.samples.iter().map(draw).collect();
+        let mut answer = self.model.step(&batch, &draws, &self.pool, progress)?;
+        let mut logits = answer.logits.chunks_exact_mut(self.vocabulary.size());
+        let token = |(row, sample): (&Row, &SampleRow)| -> Result<Sampled, String> {
+            match row {
+                Row::Token(token) => {
+                    let token = token.ok_or("the model gave no finite logit for any token")?;
+                    Ok(Sampled { token, logprobs: None })
+                }
+                Row::Logits => {
+                    let logits = logits.next().expect("a model returns the logits that it says. This is a bug.");
+                    self.vocabulary.sample(logits, sample)
+                }
+            }
         };
-        let mut logits = forward().map_err(|error| error.to_string())?.unwrap_or_default();
-        let rows = logits.chunks_exact_mut(self.vocabulary.size());
-        Ok(rows.zip(&plan.samples).map(|(row, sample)| self.vocabulary.sample(row, sample)).collect())
+        Ok(answer.rows.iter().zip(&plan.samples).map(token).collect())
     }
+}
+
+/// How a device may sample the row, if nothing is asked for that only the sampler here does.
+fn draw(row: &SampleRow) -> Option<Draw> {
+    let params = &row.params;
+    let plain = params.logprobs.is_none()
+        && params.logit_bias.is_empty()
+        && !params.has_penalties()
+        && row.suppressed.is_empty();
+    plain.then(|| Draw {
+        uniform: uniform(row.seed, row.index),
+        temperature: params.temperature,
+        min_p: params.min_p,
+        top_p: params.top_p,
+        top_k: params.top_k,
+    })
 }

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use kernels::KvPool;
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::oneshot;
-use transfer::{DriverHandle, PeerId, Region};
+use transfer::{DeviceMemory, DriverHandle, PeerId, Region};
 
 use crate::api::{Output, RequestError};
 use crate::core::{Core, CoreConfig, Input, Plan, Submit};
@@ -55,9 +55,26 @@ pub fn event_channel() -> (Sender<Event>, Receiver<Event>) {
 
 /// The pool as the transfer layer registers it.
 pub fn region(pool: &Arc<KvPool>) -> Region {
-    // SAFETY: the pool's mapping lives as long as the Arc that goes with it. Blocks that a transport reads are pinned
+    // SAFETY: the pool's memory lives as long as the Arc that goes with it. Blocks that a transport reads are pinned
     // until its writes settle, blocks that it writes are ticketed or quarantined: the engine touches neither meanwhile.
-    unsafe { Region::new(pool.base(), pool.len(), pool.clone()) }
+    let region = unsafe { Region::new(pool.base(), pool.len(), pool.clone()) };
+    match pool.device() {
+        None => region,
+        Some(device) => region.on_device(device, Arc::new(OnDevice(pool.clone()))),
+    }
+}
+
+/// Copies for transports that cannot reach a device's memory themselves.
+struct OnDevice(Arc<KvPool>);
+
+impl DeviceMemory for OnDevice {
+    fn read(&self, offset: usize, to: &mut [u8]) -> Result<(), String> {
+        self.0.read_device(offset, to).map_err(|error| error.to_string())
+    }
+
+    fn write(&self, offset: usize, from: &[u8]) -> Result<(), String> {
+        self.0.write_device(offset, from).map_err(|error| error.to_string())
+    }
 }
 
 /// A running engine.

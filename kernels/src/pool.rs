@@ -1,8 +1,9 @@
-//! The KV pool: one anonymous mapping that holds every block.
+//! The KV pool: one allocation that holds every block, in host memory or on a device.
 
 use std::io;
 use std::ptr::NonNull;
 
+use crate::cuda::{Buffer, CudaError, Gpu, PoolView};
 use crate::layout::{Half, KvLayout};
 
 /// All KV blocks of a process in one allocation, in [`KvLayout`]'s order. Zeroed at start.
@@ -11,10 +12,17 @@ use crate::layout::{Half, KvLayout};
 /// (it belongs to one running request or to one ticket), and that shared blocks are only read.
 #[derive(Debug)]
 pub struct KvPool {
-    base: NonNull<u8>,
+    memory: Memory,
     layout: KvLayout,
     num_blocks: usize,
     spare_blocks: usize,
+}
+
+#[derive(Debug)]
+enum Memory {
+    /// An anonymous mapping.
+    Host(NonNull<u8>),
+    Device(Buffer),
 }
 
 // SAFETY: the pool is plain memory; concurrent access to one block is excluded by the engine's block ownership, which
@@ -33,14 +41,7 @@ impl KvPool {
 
     /// As [`KvPool::new`], with `spare_blocks` more behind them that belong to no request: for self-tests of transports.
     pub fn with_spare(layout: KvLayout, num_blocks: usize, spare_blocks: usize) -> io::Result<Self> {
-        let len = num_blocks
-            .saturating_add(spare_blocks)
-            .checked_mul(layout.block_bytes())
-            .filter(|&len| len > 0 && len <= isize::MAX as usize)
-            .ok_or_else(|| {
-                let text = format!("a KV pool of {num_blocks} blocks of {} bytes", layout.block_bytes());
-                io::Error::new(io::ErrorKind::InvalidInput, text)
-            })?;
+        let len = pool_bytes(&layout, num_blocks.saturating_add(spare_blocks))?;
         let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
         // SAFETY: an anonymous private mapping at an address of the kernel's choice aliases nothing.
         let base = unsafe { libc::mmap(std::ptr::null_mut(), len, prot, flags, -1, 0) };
@@ -50,7 +51,53 @@ impl KvPool {
         // SAFETY: the range was mapped just now. The advice is a hint, its failure changes nothing.
         unsafe { libc::madvise(base, len, libc::MADV_HUGEPAGE) };
         let base = NonNull::new(base.cast()).expect("mmap gave a null address. This is a bug.");
-        Ok(Self { base, layout, num_blocks, spare_blocks })
+        Ok(Self { memory: Memory::Host(base), layout, num_blocks, spare_blocks })
+    }
+
+    /// Reserves `num_blocks` blocks on a device, in one allocation that other processes can map, and `spare_blocks` behind
+    /// them as [`KvPool::with_spare`] does. Zeroed.
+    ///
+    /// Errors: [`CudaError::OutOfMemory`], or what the driver says.
+    pub fn new_on(
+        gpu: &Gpu,
+        layout: KvLayout,
+        num_blocks: usize,
+        spare_blocks: usize,
+    ) -> Result<Self, CudaError> {
+        let bytes = pool_bytes(&layout, num_blocks.saturating_add(spare_blocks));
+        let bytes = bytes.map_err(|error| CudaError::Kernel(error.to_string()))?;
+        Ok(Self { memory: Memory::Device(gpu.zeroed(bytes)?), layout, num_blocks, spare_blocks })
+    }
+
+    /// What kernels on the device see; `None` in host memory.
+    pub fn on_device(&self) -> Option<PoolView<'_>> {
+        match &self.memory {
+            Memory::Host(_) => None,
+            Memory::Device(buffer) => Some(PoolView { view: buffer.view(), layout: self.layout }),
+        }
+    }
+
+    /// The number of the CUDA device whose memory this is; `None` where the processor can read it.
+    pub fn device(&self) -> Option<u32> {
+        match &self.memory {
+            Memory::Device(buffer) if !buffer.gpu().is_emulated() => Some(buffer.gpu().info().ordinal as u32),
+            Memory::Host(_) | Memory::Device(_) => None,
+        }
+    }
+
+    /// Copies `to.len()` bytes from `offset` to host memory, for a pool on a device. Beside what computes there.
+    pub fn read_device(&self, offset: usize, to: &mut [u8]) -> Result<(), CudaError> {
+        self.buffer().read(offset, to)
+    }
+
+    /// Copies `from` to the pool at `offset`, for a pool on a device. Beside what computes there.
+    pub fn write_device(&self, offset: usize, from: &[u8]) -> Result<(), CudaError> {
+        self.buffer().write(offset, from)
+    }
+
+    fn buffer(&self) -> &Buffer {
+        let Memory::Device(buffer) = &self.memory else { panic!("the pool is in host memory. This is a bug.") };
+        buffer
     }
 
     pub fn layout(&self) -> &KvLayout {
@@ -75,9 +122,19 @@ impl KvPool {
         self.len() == 0
     }
 
-    /// Address of the first block, for registration with a transport.
+    /// Address of the first block, for registration with a transport. On a device it is the device's.
     pub fn base(&self) -> NonNull<u8> {
-        self.base
+        match &self.memory {
+            Memory::Host(base) => *base,
+            Memory::Device(buffer) => {
+                NonNull::new(buffer.address() as *mut u8).expect("device memory has no null address. This is a bug.")
+            }
+        }
+    }
+
+    fn host(&self) -> NonNull<u8> {
+        let Memory::Host(base) = &self.memory else { panic!("the CPU reads a pool on a device. This is a bug.") };
+        *base
     }
 
     /// Start of the keys or values of one layer of a block: `block_size` rows of `row()` elements.
@@ -90,29 +147,46 @@ impl KvPool {
             self.layout.num_layers
         );
         // SAFETY: block and layer are in range, so the offset lies inside the mapping.
-        unsafe { self.base.as_ptr().add(self.layout.half(block, layer, half).start) }
+        unsafe { self.host().as_ptr().add(self.layout.half(block, layer, half).start) }
     }
 
     /// Shows `len` bytes at `offset`, while nobody writes them.
     pub fn inspect<T>(&self, offset: usize, len: usize, look: impl FnOnce(&[u8]) -> T) -> T {
         let end = offset.checked_add(len).filter(|&end| end <= self.len());
         assert!(end.is_some(), "{len} bytes at {offset} of {}. This is a bug.", self.len());
-        // SAFETY: the range lies inside the mapping, checked above; the caller owns the blocks.
-        look(unsafe { std::slice::from_raw_parts(self.base.as_ptr().add(offset), len) })
+        match &self.memory {
+            // SAFETY: the range lies inside the mapping, checked above; the caller owns the blocks.
+            Memory::Host(base) => look(unsafe { std::slice::from_raw_parts(base.as_ptr().add(offset), len) }),
+            Memory::Device(buffer) => {
+                let mut bytes = vec![0; len];
+                buffer.read(offset, &mut bytes).expect("blocks can be copied from the device");
+                look(&bytes)
+            }
+        }
     }
 
     /// A copy of one block's bytes: for tests and checksums, while nobody writes the block.
     pub fn read_block(&self, block: u32) -> Vec<u8> {
         assert!((block as usize) < self.num_blocks, "block {block} of {}. This is a bug.", self.num_blocks);
         let span = self.layout.block(block);
-        // SAFETY: the span lies inside the mapping, checked above; the caller owns the block.
-        unsafe { std::slice::from_raw_parts(self.base.as_ptr().add(span.start), span.len()) }.to_vec()
+        self.inspect(span.start, span.len(), <[u8]>::to_vec)
     }
+}
+
+/// Bytes of a pool, which must be some and addressable.
+fn pool_bytes(layout: &KvLayout, num_blocks: usize) -> io::Result<usize> {
+    let len = num_blocks.checked_mul(layout.block_bytes());
+    len.filter(|&len| len > 0 && len <= isize::MAX as usize).ok_or_else(|| {
+        let text = format!("a KV pool of {num_blocks} blocks of {} bytes", layout.block_bytes());
+        io::Error::new(io::ErrorKind::InvalidInput, text)
+    })
 }
 
 impl Drop for KvPool {
     fn drop(&mut self) {
-        // SAFETY: this mapping was made in `new` with this length and nobody holds the pool any more.
-        unsafe { libc::munmap(self.base.as_ptr().cast(), self.len()) };
+        if let Memory::Host(base) = &self.memory {
+            // SAFETY: this mapping was made in `new` with this length and nobody holds the pool any more.
+            unsafe { libc::munmap(base.as_ptr().cast(), self.len()) };
+        }
     }
 }

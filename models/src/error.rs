@@ -27,6 +27,10 @@ impl fmt::Display for Listed {
 pub enum ModelError {
     #[error("cannot place the weights on the device: {0}")]
     Device(#[from] candle_core::Error),
+    #[error("cannot place the model on the CUDA device: {0}")]
+    Cuda(#[from] kernels::cuda::CudaError),
+    #[error("--dtype {dtype} is not supported on {device}, expected {expected}")]
+    DeviceDtype { dtype: &'static str, device: &'static str, expected: &'static str },
     #[error("model path {path} does not exist")]
     PathNotFound { path: PathBuf },
     #[error("model path {path} is not a folder; give the folder that holds config.json")]
@@ -107,6 +111,8 @@ impl ModelError {
     pub fn label(&self) -> &'static str {
         match self {
             Self::Device(_) => "device",
+            Self::Cuda(_) => "cuda",
+            Self::DeviceDtype { .. } => "device_dtype",
             Self::PathNotFound { .. } => "path_not_found",
             Self::NotAFolder { .. } => "not_a_folder",
             Self::MissingFile { .. } => "missing_file",

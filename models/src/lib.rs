@@ -4,7 +4,7 @@
 //! - [`ModelFiles`]: the folder loaded and checked: [`ModelConfig`], [`GenerationConfig`], [`Weights`],
 //!   [`Tokenizer`], [`ChatTemplate`]. [`TextFiles`] is the same without weights, for a frontend.
 //! - [`Detokenizer`] and [`StopMatcher`]: token ids to the text of a stream.
-//! - [`qwen`] and [`rope`]: the forward pass.
+//! - [`model`]: the seam to what computes; [`qwen`] and [`rope`]: the forward pass on the CPU; [`gpu`]: on a CUDA device.
 //!
 //! Invariants:
 //! - A model that loads can be computed: every tensor is there with its shape and a usable dtype, and a
@@ -24,8 +24,10 @@ mod eos;
 mod error;
 mod files;
 mod generation;
+pub mod gpu;
 mod hub;
 mod loader;
+pub mod model;
 mod model_files;
 mod python_json;
 pub mod qwen;

@@ -1,7 +1,7 @@
 //! The forward pass of Qwen3 (and Qwen2) over a paged KV pool.
 //!
 //! One batch is ragged: tokens of many sequences packed one after another, each with its position, its slot in the
-//! pool and its sequence's block table ([`BatchMeta`]). There is no prefill pass and no decode pass. Activations are
+//! pool and its sequence's block table ([`kernels::BatchMeta`]). There is no prefill pass and no decode pass. Activations are
 //! f32, and bf16 where the next product rounds them anyway; weights stay as they are stored unless another dtype is asked
 //! for.
 
@@ -9,11 +9,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{DType, Device, Result, Tensor};
 use kernels::ops::{self, SplitQkv, Weight};
-use kernels::{BatchMeta, KvPool};
+use kernels::KvPool;
 
 use crate::config::ModelConfig;
 use crate::error::ModelError;
 use crate::loader::Loader;
+pub use crate::model::Batch;
 use crate::rope;
 use crate::weights::Weights;
 use crate::workspace::Workspace;
@@ -101,16 +102,6 @@ pub(crate) struct Layer {
     /// gate and up, one below the other.
     pub gate_up: Linear,
     pub down: Linear,
-}
-
-/// One step's input.
-#[derive(Clone, Debug)]
-pub struct Batch {
-    /// Packed token ids.
-    pub tokens: Vec<u32>,
-    pub meta: Arc<BatchMeta>,
-    /// Packed rows whose logits are wanted, ascending.
-    pub logits_rows: Vec<u32>,
 }
 
 impl Qwen {

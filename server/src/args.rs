@@ -79,8 +79,11 @@ pub struct Args {
     #[arg(long, value_name = "TOKENS", value_parser = at_least_one, help_heading = MODEL)]
     pub max_model_len: Option<usize>,
     /// Where the model runs.
-    #[arg(long, value_enum, default_value_t = DeviceKind::Cpu, help_heading = MODEL)]
+    #[arg(long, value_name = "cpu|cuda[:N]|auto|sim", default_value = "cpu", help_heading = MODEL)]
     pub device: DeviceKind,
+    /// With --device cuda: run its kernels on the CPU, from the library of scripts/cuda-emulator (for tests).
+    #[arg(long, value_name = "FILE", hide = true, help_heading = MODEL)]
+    pub cuda_emulator: Option<PathBuf>,
     /// With --device sim: a GPU to imitate (h200, h100, a100, l40s, l4), or a file written by `bench profile`.
     #[arg(long, value_name = "NAME|FILE", default_value = "h100", help_heading = MODEL)]
     pub sim_profile: String,
@@ -221,11 +224,30 @@ pub enum DType {
 }
 
 /// Where tensors live.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceKind {
     Cpu,
+    /// The CUDA device with this number.
+    Cuda(usize),
+    /// The first CUDA device where there is one, else the CPU.
+    Auto,
     /// Everything real but the model: KV bytes are made up, moved and checked, steps take as long as a profile says.
     Sim,
+}
+
+impl std::str::FromStr for DeviceKind {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let number = |text: &str| text.strip_prefix("cuda:").and_then(|number| number.parse().ok());
+        match text {
+            "cpu" => Ok(Self::Cpu),
+            "cuda" => Ok(Self::Cuda(0)),
+            "auto" => Ok(Self::Auto),
+            "sim" => Ok(Self::Sim),
+            _ => number(text).map(Self::Cuda).ok_or("expected cpu, cuda, cuda:N, auto or sim"),
+        }
+    }
 }
 
 impl Role {

@@ -67,6 +67,8 @@ pub struct Config {
     /// How much they give way to other processes; `None`: as the deployment suggests.
     pub cpu_nice: Option<u8>,
     pub device: DeviceKind,
+    /// The library that stands in for a CUDA device.
+    pub cuda_emulator: Option<PathBuf>,
     /// A built-in profile's name or a file, for the simulated device.
     pub sim_profile: String,
     pub sim_speed: f64,
@@ -175,6 +177,7 @@ impl Config {
             cpu_affinity,
             cpu_nice: args.cpu_nice,
             device: args.device,
+            cuda_emulator: args.cuda_emulator,
             sim_profile: args.sim_profile,
             sim_speed: args.sim_speed,
             check_invariants: args.check_invariants,

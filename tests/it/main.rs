@@ -3,6 +3,7 @@
 mod api;
 mod cancel;
 mod cases;
+mod cuda;
 mod fault_table;
 mod faults;
 mod first_token;

@@ -1,11 +1,14 @@
 //! Our forward pass against logits that another implementation computed.
 
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::{Context, Result, ensure};
+use kernels::cuda::Gpu;
 use kernels::{BatchMeta, KvDtype, KvLayout, KvPool};
-use models::qwen::{Batch, ComputeDtype, Qwen};
+use models::gpu::{GpuLimits, GpuModel};
+use models::model::{Batch, Model};
+use models::qwen::{ComputeDtype, Qwen};
 use models::{ModelConfig, Weights};
 use serde::Deserialize;
 
@@ -45,7 +48,7 @@ impl Golden {
 
 /// A model with a pool for one sequence, in blocks that are not in order.
 pub struct Bench {
-    model: Qwen,
+    model: Mutex<Box<dyn Model>>,
     pool: Arc<KvPool>,
     table: Vec<u32>,
     vocab_size: usize,
@@ -54,23 +57,29 @@ pub struct Bench {
 impl Bench {
     /// Room for `max_len` tokens.
     pub fn load(dir: &Path, weights: ComputeDtype, kv: KvDtype, max_len: usize) -> Result<Self> {
-        let config = ModelConfig::load(dir)?;
-        let files = Weights::open(dir)?;
-        files.check(&config)?;
-        let model = Qwen::load(&config, &files, weights, max_len)?;
-        let layout = KvLayout {
-            num_layers: config.num_hidden_layers,
-            num_kv_heads: config.num_key_value_heads,
-            head_dim: config.head_dim,
-            block_size: BLOCK_SIZE,
-            dtype: kv,
-        };
-        let blocks = max_len.div_ceil(BLOCK_SIZE) as u32;
-        let pool = Arc::new(KvPool::new(layout, blocks as usize + 1)?);
+        let (config, files) = open(dir)?;
+        let model = Box::new(Qwen::load(&config, &files, weights, max_len)?);
+        let blocks = max_len.div_ceil(BLOCK_SIZE) + 1;
+        Ok(Self::new(model, KvPool::new(layout(&config, kv), blocks)?, &config))
+    }
+
+    /// The same on a CUDA device, in bf16.
+    pub fn load_on(gpu: &Gpu, dir: &Path, max_len: usize) -> Result<Self> {
+        let (config, files) = open(dir)?;
+        let limits = GpuLimits { max_len, max_rows: 64, max_seqs: 4 };
+        let valid = vec![true; config.vocab_size];
+        let model = GpuModel::load(gpu, &config, &files, ComputeDtype::Stored, limits, &valid)?;
+        let blocks = max_len.div_ceil(BLOCK_SIZE) + 1;
+        let pool = KvPool::new_on(gpu, layout(&config, KvDtype::Bf16), blocks, 0)?;
+        Ok(Self::new(Box::new(model), pool, &config))
+    }
+
+    fn new(model: Box<dyn Model>, pool: KvPool, config: &ModelConfig) -> Self {
+        let blocks = pool.num_blocks() as u32 - 1;
         // Odd blocks downwards, then even ones upwards: neighbours in the sequence are not neighbours in the pool.
         let table =
             (0..=blocks).rev().filter(|b| b % 2 == 1).chain((0..=blocks).filter(|b| b % 2 == 0)).collect();
-        Ok(Self { model, pool, table, vocab_size: config.vocab_size })
+        Self { model: Mutex::new(model), pool: Arc::new(pool), table, vocab_size: config.vocab_size }
     }
 
     /// Logits after each of `tokens`, which follow `computed` tokens that were run before.
@@ -79,9 +88,11 @@ impl Bench {
         meta.push(&self.table, computed, tokens.len(), BLOCK_SIZE);
         let logits_rows = (0..tokens.len() as u32).collect();
         let batch = Batch { tokens: tokens.to_vec(), meta: Arc::new(meta), logits_rows };
-        let logits = self.model.forward(&batch, &self.pool)?.context("logits were asked for")?;
-        ensure!(logits.dims() == [tokens.len(), self.vocab_size], "logits are {:?}", logits.dims());
-        Ok(logits.to_vec2()?)
+        let mut model = self.model.lock().unwrap_or_else(PoisonError::into_inner);
+        let answer = model.step(&batch, &vec![None; tokens.len()], &self.pool, &mut |_| ()).map_err(anyhow::Error::msg)?;
+        let expected = tokens.len() * self.vocab_size;
+        ensure!(answer.logits.len() == expected, "{} logits, expected {expected}", answer.logits.len());
+        Ok(answer.logits.chunks(self.vocab_size).map(<[f32]>::to_vec).collect())
     }
 
     /// Logits after each token of a prompt that is computed in chunks.
@@ -103,6 +114,24 @@ impl Bench {
             tokens.push(next);
         }
         Ok(tokens)
+    }
+}
+
+fn open(dir: &Path) -> Result<(ModelConfig, Weights)> {
+    let config = ModelConfig::load(dir)?;
+    let files = Weights::open(dir)?;
+    files.check(&config)?;
+    Ok((config, files))
+}
+
+/// The layout of a pool for this model.
+pub fn layout(config: &ModelConfig, dtype: KvDtype) -> KvLayout {
+    KvLayout {
+        num_layers: config.num_hidden_layers,
+        num_kv_heads: config.num_key_value_heads,
+        head_dim: config.head_dim,
+        block_size: BLOCK_SIZE,
+        dtype,
     }
 }
 

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use thiserror::Error;
 
-use crate::transport::PeerId;
+use crate::transport::{Memory, PeerId};
 use crate::wire::Mismatch;
 
 /// Why a transfer, a peer or a whole transport is not usable.
@@ -41,6 +41,8 @@ pub enum TransferError {
     Unavailable { name: String, why: String },
     #[error("the pool lies on CUDA device {device}, which this transport cannot reach")]
     DeviceMemory { device: u32 },
+    #[error("a copy to or from {memory:?} memory failed: {reason}")]
+    DeviceCopy { memory: Memory, reason: String },
     #[error("no answer to the self-test within {0:?}")]
     NoAnswer(Duration),
     #[error("the transfer thread has stopped")]
@@ -65,6 +67,7 @@ impl TransferError {
             Self::UnknownTransport { .. } => "unknown_transport",
             Self::Unavailable { .. } => "unavailable",
             Self::DeviceMemory { .. } => "device_memory",
+            Self::DeviceCopy { .. } => "device_copy",
             Self::NoAnswer(_) => "no_answer",
             Self::Stopped => "stopped",
         }

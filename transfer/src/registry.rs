@@ -139,7 +139,7 @@ fn open_backend(
     config: &TransportConfig,
     pool: Region,
 ) -> Result<Box<dyn Transport>, TransferError> {
-    if let (Memory::Cuda(device), false) = (pool.memory(), backend.device_memory) {
+    if let (Memory::Cuda(device), false) = (pool.memory(), backend.device_memory || pool.can_copy()) {
         return Err(TransferError::DeviceMemory { device });
     }
     if let Some(why) = (backend.unusable)(backend.lanes, config)

@@ -163,6 +163,15 @@ pub enum Memory {
     Cuda(u32),
 }
 
+/// Copies between host memory and a pool that the processor cannot reach, for transports that need the bytes in host memory.
+/// Ranges are inside the pool.
+///
+/// Errors: what the device says.
+pub trait DeviceMemory: Send + Sync {
+    fn read(&self, offset: usize, to: &mut [u8]) -> Result<(), String>;
+    fn write(&self, offset: usize, from: &[u8]) -> Result<(), String>;
+}
+
 /// The KV pool as a transport sees it: a range of bytes that outlives the transport.
 ///
 /// Who may touch which bytes when is settled by tickets (engine): a block named in a ticket is written by the
@@ -172,6 +181,8 @@ pub struct Region {
     base: NonNull<u8>,
     len: usize,
     memory: Memory,
+    /// How to copy where the processor cannot.
+    copier: Option<Arc<dyn DeviceMemory>>,
     _owner: Arc<dyn Any + Send + Sync>,
 }
 
@@ -186,12 +197,22 @@ impl Region {
     /// `base..base + len` must be readable and writable for as long as `owner` lives, and the caller must see to it
     /// that bytes being transferred are not accessed elsewhere at the same time.
     pub unsafe fn new(base: NonNull<u8>, len: usize, owner: Arc<dyn Any + Send + Sync>) -> Self {
-        Self { base, len, memory: Memory::Host, _owner: owner }
+        Self { base, len, memory: Memory::Host, copier: None, _owner: owner }
     }
 
     /// The same range of bytes, said to lie in `memory`.
     pub fn in_memory(self, memory: Memory) -> Self {
         Self { memory, ..self }
+    }
+
+    /// The same range of bytes, which are a CUDA device's and are copied by `copier`.
+    pub fn on_device(self, device: u32, copier: Arc<dyn DeviceMemory>) -> Self {
+        Self { memory: Memory::Cuda(device), copier: Some(copier), ..self }
+    }
+
+    /// Whether [`Region::read`] and [`Region::write`] work.
+    pub fn can_copy(&self) -> bool {
+        self.memory == Memory::Host || self.copier.is_some()
     }
 
     pub fn memory(&self) -> Memory {
@@ -213,6 +234,10 @@ impl Region {
 
     /// Copies `out.len()` bytes at `offset` out of the pool.
     pub fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), TransferError> {
+        if let Some(copier) = &self.copier {
+            let range = self.checked(offset, out.len() as u64)?;
+            return copier.read(range.start, out).map_err(|reason| self.copy_failed(reason));
+        }
         let range = self.on_host(offset, out.len() as u64)?;
         // SAFETY: `on_host` proved the range inside the region, in host memory, which `_owner` keeps alive.
         unsafe {
@@ -223,12 +248,20 @@ impl Region {
 
     /// Copies `bytes` into the pool at `offset`.
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), TransferError> {
+        if let Some(copier) = &self.copier {
+            let range = self.checked(offset, bytes.len() as u64)?;
+            return copier.write(range.start, bytes).map_err(|reason| self.copy_failed(reason));
+        }
         let range = self.on_host(offset, bytes.len() as u64)?;
         // SAFETY: `on_host` proved the range inside the region, in host memory, which `_owner` keeps alive.
         unsafe {
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.base.as_ptr().add(range.start), bytes.len())
         };
         Ok(())
+    }
+
+    fn copy_failed(&self, reason: String) -> TransferError {
+        TransferError::DeviceCopy { memory: self.memory, reason }
     }
 
     /// As [`Region::checked`]; the processor cannot copy a device's memory.

@@ -26,6 +26,8 @@ pub fn draw(logits: &[f32], best: TokenId, row: &SampleRow) -> TokenId {
     if params.top_p < 1.0 {
         keep_nucleus(&mut candidates, f64::from(params.top_p));
     }
+    // Whatever was dropped, tokens are drawn in the order of their ids: a device need not sort to draw the same.
+    candidates.sort_unstable_by_key(|(_, id)| *id);
     let mass: f64 = candidates.iter().map(|(scaled, _)| weight(*scaled)).sum();
     let mut left = uniform(row.seed, row.index) * mass;
     for (scaled, id) in &candidates {
@@ -51,7 +53,6 @@ fn keep_likeliest(candidates: &mut Vec<(f32, TokenId)>, count: usize) {
     if count < candidates.len() {
         candidates.select_nth_unstable_by(count, likelier);
         candidates.truncate(count);
-        candidates.sort_unstable_by(likelier);
     }
 }
 
@@ -79,6 +80,6 @@ fn keep_nucleus(candidates: &mut Vec<(f32, TokenId)>, top_p: f64) {
 }
 
 /// A number in [0, 1) that depends on the seed and the index only.
-fn uniform(seed: u64, index: u64) -> f64 {
+pub fn uniform(seed: u64, index: u64) -> f64 {
     (xxh3_64_with_seed(&index.to_le_bytes(), seed) >> 11) as f64 / (1u64 << 53) as f64
 }

@@ -10,6 +10,8 @@ mod draw;
 mod logprobs;
 mod penalties;
 
+pub use draw::uniform;
+
 use crate::api::{Logprobs, TokenId};
 use crate::core::SampleRow;
 

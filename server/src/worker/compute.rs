@@ -9,9 +9,12 @@ use engine::runner::{ModelRunner, Runner};
 use engine::sampler::Vocabulary;
 use engine::sim::{ModelSize, Profile, SimRunner};
 use kernels::{BatchMeta, KvDtype, KvLayout, KvPool};
-use models::qwen::{Batch, ComputeDtype, Qwen};
+use models::gpu::{GpuLimits, GpuModel};
+use models::model::{Batch, Model};
+use models::qwen::{ComputeDtype, Qwen};
 use models::{ModelConfig, ModelFiles, TextFiles};
 
+use super::device::{self, Device};
 use crate::args::{DType, DeviceKind, Role};
 use crate::config::{Config, KvCacheSize};
 
@@ -29,8 +32,8 @@ pub struct Compute {
 pub fn load(config: &Config, dir: &Path) -> anyhow::Result<Compute> {
     let started = Instant::now();
     let compute = match config.device {
-        DeviceKind::Cpu => load_model(config, dir)?,
         DeviceKind::Sim => load_sim(config, dir)?,
+        DeviceKind::Cpu | DeviceKind::Cuda(_) | DeviceKind::Auto => load_model(config, dir)?,
     };
     tracing::info!(
         model = %dir.display(),
@@ -66,11 +69,19 @@ fn load_model(config: &Config, dir: &Path) -> anyhow::Result<Compute> {
         ..
     } = ModelFiles::load(dir)?;
     let max_model_len = max_model_len(config, &model_config)?;
-    let model = Qwen::load(&model_config, &weights, compute_dtype(config.dtype), max_model_len)?;
-    let pool = Arc::new(kv_pool(config, &model_config)?);
-    try_step(&model, &pool).context("the model cannot compute on this device")?;
-    let vocabulary = Vocabulary::new(tokenizer.valid_token_mask(model_config.vocab_size));
-    let runner = Box::new(ModelRunner::new(model, pool.clone(), vocabulary));
+    let (dtype, valid) = (compute_dtype(config.dtype), tokenizer.valid_token_mask(model_config.vocab_size));
+    let device = device::open(config)?;
+    let mut model: Box<dyn Model> = match &device {
+        Device::Cpu => Box::new(Qwen::load(&model_config, &weights, dtype, max_model_len)?),
+        Device::Cuda { gpu, .. } => {
+            let (max_rows, max_seqs) = (config.max_num_batched_tokens, config.max_num_seqs);
+            let limits = GpuLimits { max_len: max_model_len, max_rows, max_seqs };
+            Box::new(GpuModel::load(gpu, &model_config, &weights, dtype, limits, &valid)?)
+        }
+    };
+    let pool = Arc::new(kv_pool(config, &model_config, &device)?);
+    try_step(&mut *model, &pool).context("the model cannot compute on this device")?;
+    let runner = Box::new(ModelRunner::new(model, pool.clone(), Vocabulary::new(valid)));
     let text = TextFiles { dir, config: model_config, generation, tokenizer, chat_template };
     Ok(Compute { text, fingerprint, max_model_len, pool, runner })
 }
@@ -79,7 +90,7 @@ fn load_model(config: &Config, dir: &Path) -> anyhow::Result<Compute> {
 fn load_sim(config: &Config, dir: &Path) -> anyhow::Result<Compute> {
     let text = TextFiles::load(dir)?;
     let max_model_len = max_model_len(config, &text.config)?;
-    let pool = Arc::new(kv_pool(config, &text.config)?);
+    let pool = Arc::new(kv_pool(config, &text.config, &Device::Cpu)?);
     let profile = sim_profile(&config.sim_profile, &model_size(&text.config, &pool))?;
     tracing::warn!(?profile, speed = config.sim_speed, "simulated device: times and texts are made up");
     let valid = text.tokenizer.valid_token_mask(text.config.vocab_size);
@@ -132,7 +143,7 @@ fn max_model_len(config: &Config, model: &ModelConfig) -> anyhow::Result<usize> 
 }
 
 /// The KV cache that `config` asks for, in the model's shape.
-fn kv_pool(config: &Config, model: &ModelConfig) -> anyhow::Result<KvPool> {
+fn kv_pool(config: &Config, model: &ModelConfig, device: &Device) -> anyhow::Result<KvPool> {
     let dtype = match (config.kv_cache_dtype, config.dtype) {
         (DType::F32, _) | (DType::Auto, DType::F32) => KvDtype::F32,
         (DType::Auto | DType::Bf16, _) => KvDtype::Bf16,
@@ -148,7 +159,7 @@ fn kv_pool(config: &Config, model: &ModelConfig) -> anyhow::Result<KvPool> {
         KvCacheSize::Blocks(blocks) => blocks,
         KvCacheSize::Bytes(bytes) => (bytes.0 as usize) / layout.block_bytes(),
         KvCacheSize::Share(share) => {
-            let (total, used) = memory().context("--gpu-memory-utilization needs /proc")?;
+            let (total, used) = device.memory()?;
             ((total as f64 * share) as usize).saturating_sub(used) / layout.block_bytes()
         }
     };
@@ -163,27 +174,26 @@ fn kv_pool(config: &Config, model: &ModelConfig) -> anyhow::Result<KvPool> {
         Role::Both | Role::Frontend => 0,
         Role::Prefill | Role::Decode => transfer::Scratch::blocks_of(layout.block_bytes() as u64) as usize,
     };
-    KvPool::with_spare(layout, num_blocks, spare)
-        .with_context(|| format!("no memory for {num_blocks} KV blocks"))
-}
-
-/// Bytes of the machine's memory, and of this process in it.
-fn memory() -> anyhow::Result<(usize, usize)> {
-    let read = |file: &str, field: &str| -> anyhow::Result<usize> {
-        let text = std::fs::read_to_string(file)?;
-        let line = text.lines().find_map(|line| line.strip_prefix(field)).context("a field is missing")?;
-        let kilobytes: usize = line.trim().trim_end_matches("kB").trim().parse()?;
-        Ok(kilobytes << 10)
+    let pool = match device {
+        Device::Cpu => KvPool::with_spare(layout, num_blocks, spare).map_err(anyhow::Error::from),
+        Device::Cuda { .. } if dtype == KvDtype::F32 => {
+            bail!("--kv-cache-dtype f32 is not supported on cuda, expected bf16 or auto")
+        }
+        Device::Cuda { gpu, .. } => KvPool::new_on(gpu, layout, num_blocks, spare).map_err(anyhow::Error::from),
     };
-    Ok((read("/proc/meminfo", "MemTotal:")?, read("/proc/self/status", "VmRSS:")?))
+    pool.with_context(|| format!("no memory for {num_blocks} KV blocks"))
 }
 
 /// Computes one token in the first block, while nobody owns it: a model that cannot compute must not become ready.
-fn try_step(model: &Qwen, pool: &Arc<KvPool>) -> anyhow::Result<()> {
+fn try_step(model: &mut dyn Model, pool: &Arc<KvPool>) -> anyhow::Result<()> {
     let mut meta = BatchMeta::default();
     meta.push(&[0], 0, 1, pool.layout().block_size);
     let batch = Batch { tokens: vec![0], meta: Arc::new(meta), logits_rows: vec![0] };
-    let logits = model.forward(&batch, pool)?.context("no logits")?.flatten_all()?.to_vec1::<f32>()?;
+    // No draw: a device that samples gives the logits, too.
+    let logits = model.step(&batch, &[None], pool, &mut |_| ()).map_err(anyhow::Error::msg)?.logits;
+    if logits.is_empty() {
+        bail!("the model gave no logits");
+    }
     if let Some(index) = logits.iter().position(|logit| !logit.is_finite()) {
         bail!("the logit of token {index} is {}, expected a finite number", logits[index]);
     }

@@ -1,6 +1,7 @@
 //! Loading a worker: model files, KV pool, engine, link to other workers.
 
 mod compute;
+mod device;
 pub mod presence;
 mod transport;
 

@@ -1,0 +1,10 @@
+// Everything that goes into the fat binary.
+#include "norm.cu"
+#include "qkv.cu"
+#include "blocks.cu"
+#include "pointwise.cu"
+#include "skinny.cu"
+#include "gemm.cu"
+#include "decode.cu"
+#include "prefill.cu"
+#include "sample.cu"

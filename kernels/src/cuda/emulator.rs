@@ -1,0 +1,297 @@
+//! The CUDA kernels on the CPU: the same sources, compiled by g++ with `kernels/cu/emu` in place of CUDA's headers.
+//!
+//! Slow and exact about what a GPU leaves undefined: for tests of kernels and of everything that launches them, on machines
+//! without a GPU. Streams are synchronous; a captured graph records launches and does nothing else until it is replayed, so
+//! that a host value which should have been read on the device shows.
+
+mod build;
+
+use std::alloc::Layout;
+use std::collections::HashMap;
+use std::ffi::{CString, c_char, c_int, c_uint, c_void};
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use libloading::Library;
+
+use super::backend::{Backend, CapturedGraph, DeviceInfo, Dims, Launch, Mark, Product, Stream};
+use super::error::CudaError;
+
+pub use build::{Build, Mutation};
+
+type Result<T> = std::result::Result<T, CudaError>;
+
+type LaunchFunction = unsafe extern "C" fn(
+    *const c_char,
+    *const c_uint,
+    *const c_uint,
+    usize,
+    *mut *mut c_void,
+    *const usize,
+    usize,
+    c_uint,
+    *mut c_char,
+    usize,
+) -> c_int;
+
+/// Alignment of device memory, as cuMemAlloc gives it.
+const ALIGNMENT: usize = 256;
+
+/// Bytes that the emulated device says it has.
+const MEMORY: usize = 1 << 30;
+
+#[derive(Debug)]
+pub struct Emulator {
+    info: DeviceInfo,
+    shared: Arc<Shared>,
+}
+
+/// What captured graphs need too.
+#[derive(Debug)]
+struct Shared {
+    library: Library,
+    schedule: u32,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Sizes of what is allocated.
+    allocated: HashMap<u64, usize>,
+    /// The capture under way.
+    capture: Option<Vec<Recorded>>,
+}
+
+#[derive(Debug)]
+enum Recorded {
+    Launch { kernel: String, dims: Dims, arguments: Vec<Vec<u64>>, sizes: Vec<usize> },
+    Zero { to: u64, bytes: usize },
+}
+
+impl Emulator {
+    /// Loads a library that [`Build`] made.
+    pub fn load(path: &Path, schedule: u32) -> Result<Self> {
+        let failed = |error: libloading::Error| CudaError::Emulator {
+            path: path.display().to_string(),
+            reason: error.to_string(),
+        };
+        // SAFETY: the library's constructors only register kernels.
+        let library = unsafe { Library::new(path) }.map_err(failed)?;
+        // SAFETY: the type is not relied on here.
+        unsafe { library.get::<LaunchFunction>(b"kvferry_emu_launch") }.map_err(failed)?;
+        let info = DeviceInfo {
+            ordinal: 0,
+            name: "emulated GPU".into(),
+            capability: (9, 0),
+            multiprocessors: 1,
+            // The least of the architectures that we compile for (sm_120).
+            shared_memory: 99 << 10,
+            driver: "emulator".into(),
+        };
+        Ok(Self { info, shared: Arc::new(Shared { library, schedule, state: Mutex::default() }) })
+    }
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// # Safety
+    /// As [`Backend::launch`].
+    unsafe fn start(&self, kernel: &str, dims: Dims, arguments: &[*const u8], sizes: &[usize]) -> Result<()> {
+        let name = CString::new(kernel).map_err(|_| CudaError::Kernel(format!("{kernel:?} is no name")))?;
+        let (grid, block) = ([dims.grid.0, dims.grid.1, dims.grid.2], [dims.threads, 1, 1]);
+        let mut error = [0u8; 400];
+        // SAFETY: the symbol was found in `load`; its type is that of kernels/cu/emu/machine.cpp.
+        let function = unsafe { self.library.get::<LaunchFunction>(b"kvferry_emu_launch") };
+        let function = function.expect("the symbol was there when the library was loaded. This is a bug.");
+        let mut pointers: Vec<*mut c_void> =
+            arguments.iter().map(|argument| argument.cast_mut().cast()).collect();
+        // SAFETY: arrays of the lengths said; the arguments are the caller's promise, their sizes are checked there.
+        let code = unsafe {
+            function(
+                name.as_ptr(),
+                grid.as_ptr(),
+                block.as_ptr(),
+                dims.shared,
+                pointers.as_mut_ptr(),
+                sizes.as_ptr(),
+                sizes.len(),
+                self.schedule,
+                error.as_mut_ptr().cast(),
+                error.len(),
+            )
+        };
+        match code {
+            0 => Ok(()),
+            _ => {
+                let text = error.split(|byte| *byte == 0).next().unwrap_or_default();
+                Err(CudaError::Kernel(String::from_utf8_lossy(text).into_owned()))
+            }
+        }
+    }
+}
+
+/// What a stream that is captured refuses, as CUDA does.
+fn not_while_capturing(state: &State, what: &'static str) -> Result<()> {
+    match state.capture {
+        Some(_) => Err(CudaError::Call { what, code: "not allowed while a graph is captured".into() }),
+        None => Ok(()),
+    }
+}
+
+impl Backend for Emulator {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn is_emulated(&self) -> bool {
+        true
+    }
+
+    fn memory(&self) -> Result<(usize, usize)> {
+        let used: usize = self.shared.state().allocated.values().sum();
+        Ok((MEMORY.saturating_sub(used), MEMORY))
+    }
+
+    fn alloc(&self, bytes: usize) -> Result<u64> {
+        let (free, total) = self.memory()?;
+        let mut state = self.shared.state();
+        not_while_capturing(&state, "cuMemAlloc")?;
+        let layout = Layout::from_size_align(bytes, ALIGNMENT).ok().filter(|_| bytes <= free && bytes > 0);
+        let layout = layout.ok_or(CudaError::OutOfMemory { bytes, free, total })?;
+        // SAFETY: the size is not zero.
+        let pointer = unsafe { std::alloc::alloc(layout) };
+        if pointer.is_null() {
+            return Err(CudaError::OutOfMemory { bytes, free, total });
+        }
+        // Device memory comes with whatever was in it: NaNs show what is read before it is written.
+        // SAFETY: just allocated.
+        unsafe { std::ptr::write_bytes(pointer, 0xff, bytes) };
+        state.allocated.insert(pointer as u64, bytes);
+        Ok(pointer as u64)
+    }
+
+    unsafe fn free(&self, address: u64) {
+        let bytes = self.shared.state().allocated.remove(&address);
+        let bytes = bytes.expect("freed memory was allocated here. This is a bug.");
+        let layout = Layout::from_size_align(bytes, ALIGNMENT).expect("it was allocated so. This is a bug.");
+        // SAFETY: allocated with this layout.
+        unsafe { std::alloc::dealloc(address as *mut u8, layout) };
+    }
+
+    fn alloc_pinned(&self, bytes: usize) -> Result<*mut u8> {
+        let layout = Layout::from_size_align(bytes, ALIGNMENT).ok().filter(|_| bytes > 0);
+        let layout = layout.ok_or(CudaError::OutOfMemory { bytes, free: 0, total: 0 })?;
+        // SAFETY: the size is not zero.
+        Ok(unsafe { std::alloc::alloc(layout) })
+    }
+
+    unsafe fn free_pinned(&self, pointer: *mut u8, bytes: usize) {
+        let layout = Layout::from_size_align(bytes, ALIGNMENT).expect("it was allocated so. This is a bug.");
+        // SAFETY: allocated with this layout.
+        unsafe { std::alloc::dealloc(pointer, layout) };
+    }
+
+    unsafe fn upload(&self, _stream: Stream, to: u64, from: *const u8, bytes: usize) -> Result<()> {
+        not_while_capturing(&self.shared.state(), "cuMemcpyHtoDAsync")?;
+        // SAFETY: passed on from the caller; device memory is ordinary memory here.
+        unsafe { std::ptr::copy_nonoverlapping(from, to as *mut u8, bytes) };
+        Ok(())
+    }
+
+    unsafe fn download(&self, _stream: Stream, to: *mut u8, from: u64, bytes: usize) -> Result<()> {
+        not_while_capturing(&self.shared.state(), "cuMemcpyDtoHAsync")?;
+        // SAFETY: as above.
+        unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to, bytes) };
+        Ok(())
+    }
+
+    unsafe fn zero(&self, _stream: Stream, to: u64, bytes: usize) -> Result<()> {
+        if let Some(recorded) = &mut self.shared.state().capture {
+            recorded.push(Recorded::Zero { to, bytes });
+            return Ok(());
+        }
+        // SAFETY: passed on from the caller.
+        unsafe { std::ptr::write_bytes(to as *mut u8, 0, bytes) };
+        Ok(())
+    }
+
+    unsafe fn launch(&self, launch: &Launch<'_>) -> Result<()> {
+        let sizes: Vec<usize> = launch.arguments.iter().map(|argument| argument.len()).collect();
+        if let Some(recorded) = &mut self.shared.state().capture {
+            let words = |argument: &&[u8]| {
+                let mut words = vec![0u64; argument.len().div_ceil(8)];
+                bytemuck::cast_slice_mut::<u64, u8>(&mut words)[..argument.len()].copy_from_slice(argument);
+                words
+            };
+            let (kernel, dims) = (launch.kernel.to_owned(), launch.dims);
+            let arguments = launch.arguments.iter().map(words).collect();
+            recorded.push(Recorded::Launch { kernel, dims, arguments, sizes });
+            return Ok(());
+        }
+        let arguments: Vec<*const u8> = launch.arguments.iter().map(|argument| argument.as_ptr()).collect();
+        // SAFETY: passed on from the caller.
+        unsafe { self.shared.start(launch.kernel, launch.dims, &arguments, &sizes) }
+    }
+
+    unsafe fn product(&self, _product: &Product) -> Result<bool> {
+        Ok(false)
+    }
+
+    fn synchronize(&self, _stream: Stream) -> Result<()> {
+        not_while_capturing(&self.shared.state(), "cuStreamSynchronize")
+    }
+
+    fn mark(&self) -> Result<Box<dyn Mark>> {
+        not_while_capturing(&self.shared.state(), "cuEventRecord")?;
+        Ok(Box::new(Done))
+    }
+
+    fn begin_capture(&self) -> Result<()> {
+        let mut state = self.shared.state();
+        not_while_capturing(&state, "cuStreamBeginCapture")?;
+        state.capture = Some(Vec::new());
+        Ok(())
+    }
+
+    fn end_capture(&self) -> Result<Box<dyn CapturedGraph>> {
+        let recorded = self.shared.state().capture.take();
+        let recorded = recorded.ok_or(CudaError::Call { what: "cuStreamEndCapture", code: "no capture".into() })?;
+        Ok(Box::new(Recording { recorded, shared: self.shared.clone() }))
+    }
+}
+
+/// Launches are over when they return.
+#[derive(Debug)]
+struct Done;
+
+impl Mark for Done {
+    fn wait(&self) -> Result<()> {
+        Ok(())
+    }
+}
+
+#[derive(Debug)]
+struct Recording {
+    recorded: Vec<Recorded>,
+    shared: Arc<Shared>,
+}
+
+impl CapturedGraph for Recording {
+    fn replay(&self) -> Result<()> {
+        for recorded in &self.recorded {
+            match recorded {
+                Recorded::Launch { kernel, dims, arguments, sizes } => {
+                    let pointers: Vec<*const u8> = arguments.iter().map(|words| words.as_ptr().cast()).collect();
+                    // SAFETY: who replays promises that the buffers are still there.
+                    unsafe { self.shared.start(kernel, *dims, &pointers, sizes)? };
+                }
+                // SAFETY: as above.
+                Recorded::Zero { to, bytes } => unsafe { std::ptr::write_bytes(*to as *mut u8, 0, *bytes) },
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,185 @@
+//! CUDA workers on the emulated device: the forward pass with its graphs, and whole deployments.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use kernels::cuda::Gpu;
+use kernels::cuda::emulator::Build;
+use kernels::{BatchMeta, KvDtype, KvPool};
+use models::gpu::{GpuLimits, GpuModel};
+use models::model::{Batch, Draw, Model, Row};
+use models::qwen::ComputeDtype;
+use models::{ModelConfig, Weights};
+use tests::golden::{BLOCK_SIZE, Bench, Golden, layout, relative_error};
+use tests::process::Worker;
+use tests::{Answer, Ask, Deployment};
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests/ has a parent").to_path_buf()
+}
+
+fn emulator() -> PathBuf {
+    let sources = root().join("kernels/cu");
+    let cache = Path::new(env!("CARGO_TARGET_TMPDIR"));
+    let build = Build { sources: &sources, cache, address_sanitizer: false, mutation: None, files: &[] };
+    build.library().expect("g++ compiles the kernels")
+}
+
+fn gpu() -> Gpu {
+    Gpu::emulated(&emulator(), 7).expect("the emulator loads")
+}
+
+#[test]
+fn logits_are_those_of_transformers_within_the_rounding_of_bf16() {
+    let fixtures = root().join("tests/fixtures");
+    for (dir, golden) in [
+        (root().join("models/demo"), "demo_golden.json"),
+        (fixtures.join("tiny-random"), "tiny_random_golden.json"),
+        (fixtures.join("tiny-random-qwen2"), "tiny_random_qwen2_golden.json"),
+    ] {
+        let golden = Golden::load(&fixtures.join(golden)).unwrap();
+        let mut prompts: Vec<_> = golden.prompts.iter().filter(|p| p.input_ids.len() <= 100).collect();
+        prompts.sort_by_key(|prompt| prompt.input_ids.len());
+        let bench = Bench::load_on(&gpu(), &dir, 256).unwrap();
+        for (index, prompt) in prompts.into_iter().enumerate() {
+            // One chunk of many rows, chunks of few rows, and single rows: each takes other kernels. Single ones take long.
+            let chunks = [prompt.input_ids.len(), 20, 1];
+            for &chunk in if index == 0 { &chunks[..] } else { &chunks[..2] } {
+                let logits = bench.prompt(&prompt.input_ids, chunk).unwrap();
+                let error = relative_error(logits.last().unwrap(), &prompt.last_logits);
+                let what = format!("{} {} in chunks of {chunk}", dir.display(), prompt.name);
+                assert!(error <= 2e-2, "{what}: {error}");
+            }
+        }
+    }
+}
+
+/// Sequences of a model on the emulated device, decoded together.
+struct Together {
+    model: GpuModel,
+    pool: Arc<KvPool>,
+    sequences: Vec<Vec<u32>>,
+}
+
+/// Blocks of each sequence.
+const BLOCKS: u32 = 12;
+
+impl Together {
+    fn new(prompts: &[Vec<u32>]) -> Self {
+        let (gpu, dir) = (gpu(), root().join("models/demo"));
+        let (config, weights) = (ModelConfig::load(&dir).unwrap(), Weights::open(&dir).unwrap());
+        let limits = GpuLimits { max_len: 256, max_rows: 64, max_seqs: 4 };
+        let valid = vec![true; config.vocab_size];
+        let model = GpuModel::load(&gpu, &config, &weights, ComputeDtype::Stored, limits, &valid).unwrap();
+        let blocks = BLOCKS as usize * prompts.len();
+        let pool = Arc::new(KvPool::new_on(&gpu, layout(&config, KvDtype::Bf16), blocks, 0).unwrap());
+        Self { model, pool, sequences: prompts.to_vec() }
+    }
+
+    /// Computes what is new of these sequences, `new` tokens each, and appends a greedy token to each of them.
+    fn step(&mut self, which: &[usize], new: impl Fn(usize) -> usize) {
+        let mut meta = BatchMeta::default();
+        let (mut tokens, mut logits_rows) = (Vec::new(), Vec::new());
+        for &index in which {
+            let (sequence, new) = (&self.sequences[index], new(index));
+            // Blocks of the sequences lie between one another.
+            let table: Vec<u32> =
+                (0..BLOCKS).map(|block| block * self.sequences.len() as u32 + index as u32).collect();
+            meta.push(&table, sequence.len() - new, new, BLOCK_SIZE);
+            tokens.extend_from_slice(&sequence[sequence.len() - new..]);
+            logits_rows.push(tokens.len() as u32 - 1);
+        }
+        let batch = Batch { tokens, meta: Arc::new(meta), logits_rows };
+        let greedy = Draw { uniform: 0.5, temperature: 0.0, min_p: 0.0, top_p: 1.0, top_k: None };
+        let answer = self.model.step(&batch, &vec![Some(greedy); which.len()], &self.pool, &mut |_| ()).unwrap();
+        for (&index, row) in which.iter().zip(&answer.rows) {
+            let Row::Token(Some(token)) = row else { panic!("{row:?} of sequence {index}") };
+            self.sequences[index].push(*token);
+        }
+    }
+}
+
+#[test]
+fn decoding_in_captured_steps_gives_the_tokens_of_single_ones() {
+    let golden = Golden::load(&root().join("tests/fixtures/demo_golden.json")).unwrap();
+    let mut prompts: Vec<Vec<u32>> = golden.prompts.iter().map(|prompt| prompt.input_ids.clone()).collect();
+    prompts.retain(|prompt| prompt.len() <= 100);
+    prompts.truncate(3);
+    assert_eq!(prompts.len(), 3, "three short prompts are needed");
+    let lengths: Vec<usize> = prompts.iter().map(Vec::len).collect();
+    let mut alone = Together::new(&prompts);
+    for index in 0..3 {
+        alone.step(&[index], |index| lengths[index]);
+        (1..10).for_each(|_| alone.step(&[index], |_| 1));
+    }
+    let mut together = Together::new(&prompts);
+    together.step(&[0, 1, 2], |index| lengths[index]);
+    // The class of four rows is computed, captured and replayed, while sequences leave and come back.
+    for which in [&[0, 1, 2][..], &[0, 1, 2], &[2, 0, 1], &[0, 1, 2], &[0, 1], &[2, 0, 1], &[0, 1, 2]] {
+        together.step(which, |_| 1);
+    }
+    for (together, alone) in together.sequences.iter().zip(&alone.sequences) {
+        assert_eq!(together[..], alone[..together.len()]);
+    }
+}
+
+fn cuda(deployment: Deployment) -> Deployment {
+    let flags = "--device cuda --dtype bf16 --kv-cache-dtype bf16 --num-kv-blocks 64 --max-num-batched-tokens 64";
+    deployment.flags(&format!("{flags} --max-num-seqs 4 --cuda-emulator {}", emulator().display()))
+}
+
+fn asks() -> Vec<Ask> {
+    let question = || Ask::chat("What is a ticket?").max_tokens(10);
+    vec![
+        question(),
+        // The device samples these, and the sampler on the host those.
+        question().with("temperature", 0.7).with("seed", 3).with("top_p", 0.9).with("top_k", 20),
+        question().with("logprobs", true).with("presence_penalty", 0.1),
+    ]
+}
+
+async fn answers(deployment: Deployment) -> Vec<Answer> {
+    let cluster = deployment.start().await;
+    let mut answers = Vec::new();
+    for ask in asks() {
+        answers.push(cluster.client().answer(&ask).await);
+    }
+    cluster.settled().await;
+    answers
+}
+
+#[tokio::test]
+async fn a_deployment_on_cuda_answers_as_one_on_the_cpu() {
+    let texts = |answers: Vec<Answer>| answers.into_iter().map(|answer| answer.text).collect::<Vec<_>>();
+    let cpu = texts(answers(Deployment::both()).await);
+    assert_eq!(texts(answers(cuda(Deployment::both())).await), cpu);
+    assert_eq!(texts(answers(cuda(Deployment::split("socket"))).await), cpu);
+}
+
+#[tokio::test]
+async fn a_device_that_is_not_there_is_named_and_auto_computes_on_the_cpu() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let launch = |device: &str| Deployment::both().launch("both", &format!("--role both --device {device}"), &[]);
+    let (status, log) = Worker::run_to_end(dir.path(), launch("cuda:99")).await;
+    assert!(!status.success() && log.contains("--device cuda:99 cannot be used"), "{log}");
+    let whys = ["--features cuda", "libcuda was not found", "cuda:99 does not exist"];
+    assert!(whys.iter().any(|why| log.contains(why)), "{log}");
+    let (status, log) = Worker::run_to_end(dir.path(), launch("gpu")).await;
+    assert!(!status.success() && log.contains("expected cpu, cuda, cuda:N, auto or sim"), "{log}");
+    let worker = Worker::start(dir.path(), launch("auto --dtype auto --kv-cache-dtype auto")).await;
+    worker.health_is("ready").await;
+}
+
+#[tokio::test]
+async fn what_cuda_does_not_compute_in_is_refused_by_flag() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    for (flags, words) in [
+        ("--dtype f32", "--dtype f32 is not supported on cuda, expected bf16"),
+        ("--kv-cache-dtype f32", "--kv-cache-dtype f32 is not supported on cuda"),
+        ("--num-kv-blocks 100000", "no memory for 100000 KV blocks"),
+    ] {
+        let launch = cuda(Deployment::both()).launch("both", &format!("--role both {flags}"), &[]);
+        let (status, log) = Worker::run_to_end(dir.path(), launch).await;
+        assert!(!status.success() && log.contains(words), "{words:?} is not in {log}");
+    }
+}
