@@ -27,7 +27,8 @@ impl FromStr for Faults {
     fn from_str(text: &str) -> Result<Self, String> {
         let mut faults = Self::default();
         for part in text.split(',') {
-            let number = part.split_once('=').and_then(|(name, value)| Some((name, value.parse::<u64>().ok()?)));
+            let number =
+                part.split_once('=').and_then(|(name, value)| Some((name, value.parse::<u64>().ok()?)));
             match number {
                 Some(("delay-ms", ms)) => faults.delay = Duration::from_millis(ms),
                 Some(("lose-note", n @ 1..)) => faults.lose_note = Some(n),
@@ -176,7 +177,10 @@ mod tests {
     #[test]
     fn faults_are_read_or_named() {
         let faults: Faults = "delay-ms=100,lose-note=3".parse().unwrap();
-        assert_eq!((faults.delay, faults.lose_note, faults.mix_up), (Duration::from_millis(100), Some(3), None));
+        assert_eq!(
+            (faults.delay, faults.lose_note, faults.mix_up),
+            (Duration::from_millis(100), Some(3), None)
+        );
         for bad in ["", "delay-ms", "lose-note=0", "delay-ms=-1", "noise=1"] {
             assert!(bad.parse::<Faults>().unwrap_err().contains(&format!("{bad:?} is not a fault")), "{bad}");
         }

@@ -11,8 +11,8 @@ use engine::metrics::Metrics;
 use engine::service::{self, Parts};
 use tokio::runtime::Handle;
 use tokio::task::JoinHandle;
-use transfer::{Hello, LayoutFingerprint};
 use transfer::wire::PROTOCOL_VERSION;
+use transfer::{Hello, LayoutFingerprint};
 
 use self::compute::Compute;
 use crate::app::Worker;
@@ -84,7 +84,8 @@ pub fn load(config: &Config, state: &Arc<AppState>) -> anyhow::Result<Worker> {
     metrics.cache_config(config.block_size, pool.num_blocks(), pool.layout().dtype.as_str());
     let max_prompt_tokens = (max_model_len - 1).min(pool.num_blocks() * config.block_size) as u64;
     let nice = niceness(config);
-    let parts = Parts { config: core, info, metrics, runner, nice, pool: Some(pool), driver, kv_events: None };
+    let parts =
+        Parts { config: core, info, metrics, runner, nice, pool: Some(pool), driver, kv_events: None };
     let engine = service::spawn(parts, events, queue);
     let serving = Serving { engine: engine.handle.clone(), text, defaults: files.generation.sampling };
     let tasks: Tasks = Arc::default();
@@ -106,7 +107,8 @@ pub fn load(config: &Config, state: &Arc<AppState>) -> anyhow::Result<Worker> {
 
 /// How much computing gives way to other processes of the machine.
 fn niceness(config: &Config) -> u8 {
-    let beside_prefill = config.role == Role::Decode && !config.prefill.is_empty() && transport::same_host(config);
+    let beside_prefill =
+        config.role == Role::Decode && !config.prefill.is_empty() && transport::same_host(config);
     config.cpu_nice.unwrap_or(if beside_prefill { 10 } else { 0 })
 }
 
