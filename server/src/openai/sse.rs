@@ -136,7 +136,9 @@ impl Events {
     fn done(&self, mut out: String) -> (Bytes, bool) {
         let usage = self.options.include_usage.then(|| usage(&self.shares));
         let extras = self.extras.fields(&self.shares);
-        if usage.is_some() || !extras.is_empty() {
+        // A client that asked for none of this gets no chunk without choices; that its KV was not had is worth one.
+        let news = self.extras.return_timeline || extras.values().any(|value| !value.is_null());
+        if usage.is_some() || news {
             event(&mut out, &self.envelope.last(usage, extras));
         }
         event(&mut out, "[DONE]");

@@ -145,7 +145,8 @@ pub fn load(config: &Config, state: &Arc<AppState>) -> anyhow::Result<Worker> {
 
 /// How much computing gives way to other processes of the machine.
 fn niceness(config: &Config) -> u8 {
-    let beside_prefill = config.role == Role::Decode && !config.prefill.is_empty() && transport::same_host(config);
+    let beside_prefill =
+        config.role == Role::Decode && !config.prefill.is_empty() && transport::same_host(config);
     config.cpu_nice.unwrap_or(if beside_prefill { 10 } else { 0 })
 }
 
