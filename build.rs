@@ -32,7 +32,14 @@ mod cuda {
         let out = PathBuf::from(env::var("OUT_DIR").expect("cargo sets OUT_DIR"));
         let architectures = env::var("KVFERRY_CUDA_ARCHS").unwrap_or_else(|_| ARCHITECTURES.into());
         let mut nvcc = Command::new(compiler());
-        nvcc.args(["-fatbin", "-O3", "-std=c++17", "--expt-extended-lambda", "-lineinfo", "--compress-mode=size"]);
+        nvcc.args([
+            "-fatbin",
+            "-O3",
+            "-std=c++17",
+            "--expt-extended-lambda",
+            "-lineinfo",
+            "--compress-mode=size",
+        ]);
         nvcc.args(["--resource-usage", "--threads=0"]);
         for number in architectures.split(',') {
             nvcc.arg(format!("-gencode=arch=compute_{number},code=sm_{number}"));

@@ -83,7 +83,10 @@ fn write_weights(path: &Path, config: &ModelConfig, seed: u64) -> std::io::Resul
     for tensor in &tensors {
         let bytes = 2 * tensor.shape.iter().product::<usize>();
         let offsets = [end, end + bytes];
-        header.insert(tensor.name.clone(), json!({"dtype": "BF16", "shape": tensor.shape, "data_offsets": offsets}));
+        header.insert(
+            tensor.name.clone(),
+            json!({"dtype": "BF16", "shape": tensor.shape, "data_offsets": offsets}),
+        );
         end += bytes;
     }
     let mut header = Value::Object(header).to_string().into_bytes();
@@ -114,7 +117,10 @@ impl Normal {
         let size = 1usize << 16;
         // Quantiles: the table as a whole is normal, whatever is drawn from it evenly is, too.
         let quantile = |i: usize| DEVIATION * inverse_normal((i as f64 + 0.5) / size as f64);
-        Self { table: (0..size).map(|i| bf16_bits(quantile(i) as f32)).collect(), state: seed ^ 0x9e37_79b9_7f4a_7c15 }
+        Self {
+            table: (0..size).map(|i| bf16_bits(quantile(i) as f32)).collect(),
+            state: seed ^ 0x9e37_79b9_7f4a_7c15,
+        }
     }
 
     fn draw(&mut self) -> u16 {
@@ -147,7 +153,8 @@ fn inverse_normal(p: f64) -> f64 {
 fn normal_cdf(x: f64) -> f64 {
     let t = 1.0 / (1.0 + 0.231_641_9 * x.abs());
     let series = t
-        * (0.319_381_530 + t * (-0.356_563_782 + t * (1.781_477_937 + t * (-1.821_255_978 + t * 1.330_274_429))));
+        * (0.319_381_530
+            + t * (-0.356_563_782 + t * (1.781_477_937 + t * (-1.821_255_978 + t * 1.330_274_429))));
     let tail = (-x * x / 2.0).exp() / (2.0 * std::f64::consts::PI).sqrt() * series;
     if x >= 0.0 { 1.0 - tail } else { tail }
 }

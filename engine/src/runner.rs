@@ -52,7 +52,8 @@ impl Runner for ModelRunner {
                     Ok(Sampled { token, logprobs: None })
                 }
                 Row::Logits => {
-                    let logits = logits.next().expect("a model returns the logits that it says. This is a bug.");
+                    let logits =
+                        logits.next().expect("a model returns the logits that it says. This is a bug.");
                     self.vocabulary.sample(logits, sample)
                 }
             }

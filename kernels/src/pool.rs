@@ -96,7 +96,9 @@ impl KvPool {
     }
 
     fn buffer(&self) -> &Buffer {
-        let Memory::Device(buffer) = &self.memory else { panic!("the pool is in host memory. This is a bug.") };
+        let Memory::Device(buffer) = &self.memory else {
+            panic!("the pool is in host memory. This is a bug.")
+        };
         buffer
     }
 
@@ -126,14 +128,15 @@ impl KvPool {
     pub fn base(&self) -> NonNull<u8> {
         match &self.memory {
             Memory::Host(base) => *base,
-            Memory::Device(buffer) => {
-                NonNull::new(buffer.address() as *mut u8).expect("device memory has no null address. This is a bug.")
-            }
+            Memory::Device(buffer) => NonNull::new(buffer.address() as *mut u8)
+                .expect("device memory has no null address. This is a bug."),
         }
     }
 
     fn host(&self) -> NonNull<u8> {
-        let Memory::Host(base) = &self.memory else { panic!("the CPU reads a pool on a device. This is a bug.") };
+        let Memory::Host(base) = &self.memory else {
+            panic!("the CPU reads a pool on a device. This is a bug.")
+        };
         *base
     }
 

@@ -91,7 +91,8 @@ impl Together {
         }
         let batch = Batch { tokens, meta: Arc::new(meta), logits_rows };
         let greedy = Draw { uniform: 0.5, temperature: 0.0, min_p: 0.0, top_p: 1.0, top_k: None };
-        let answer = self.model.step(&batch, &vec![Some(greedy); which.len()], &self.pool, &mut |_| ()).unwrap();
+        let answer =
+            self.model.step(&batch, &vec![Some(greedy); which.len()], &self.pool, &mut |_| ()).unwrap();
         for (&index, row) in which.iter().zip(&answer.rows) {
             let Row::Token(Some(token)) = row else { panic!("{row:?} of sequence {index}") };
             self.sequences[index].push(*token);
@@ -124,7 +125,8 @@ fn decoding_in_captured_steps_gives_the_tokens_of_single_ones() {
 }
 
 fn cuda(deployment: Deployment) -> Deployment {
-    let flags = "--device cuda --dtype bf16 --kv-cache-dtype bf16 --num-kv-blocks 64 --max-num-batched-tokens 64";
+    let flags =
+        "--device cuda --dtype bf16 --kv-cache-dtype bf16 --num-kv-blocks 64 --max-num-batched-tokens 64";
     deployment.flags(&format!("{flags} --max-num-seqs 4 --cuda-emulator {}", emulator().display()))
 }
 
@@ -159,7 +161,8 @@ async fn a_deployment_on_cuda_answers_as_one_on_the_cpu() {
 #[tokio::test]
 async fn a_device_that_is_not_there_is_named_and_auto_computes_on_the_cpu() {
     let dir = tempfile::tempdir().expect("a temporary folder");
-    let launch = |device: &str| Deployment::both().launch("both", &format!("--role both --device {device}"), &[]);
+    let launch =
+        |device: &str| Deployment::both().launch("both", &format!("--role both --device {device}"), &[]);
     let (status, log) = Worker::run_to_end(dir.path(), launch("cuda:99")).await;
     assert!(!status.success() && log.contains("--device cuda:99 cannot be used"), "{log}");
     let whys = ["--features cuda", "libcuda was not found", "cuda:99 does not exist"];

@@ -89,7 +89,9 @@ impl Bench {
         let logits_rows = (0..tokens.len() as u32).collect();
         let batch = Batch { tokens: tokens.to_vec(), meta: Arc::new(meta), logits_rows };
         let mut model = self.model.lock().unwrap_or_else(PoisonError::into_inner);
-        let answer = model.step(&batch, &vec![None; tokens.len()], &self.pool, &mut |_| ()).map_err(anyhow::Error::msg)?;
+        let answer = model
+            .step(&batch, &vec![None; tokens.len()], &self.pool, &mut |_| ())
+            .map_err(anyhow::Error::msg)?;
         let expected = tokens.len() * self.vocab_size;
         ensure!(answer.logits.len() == expected, "{} logits, expected {expected}", answer.logits.len());
         Ok(answer.logits.chunks(self.vocab_size).map(<[f32]>::to_vec).collect())

@@ -153,7 +153,8 @@ pub fn run(args: Args) -> Result<()> {
     }
     print!("{report}");
     if let Some(path) = &args.json {
-        let json = serde_json::to_vec_pretty(&report).expect("numbers and strings always serialize. This is a bug.");
+        let json =
+            serde_json::to_vec_pretty(&report).expect("numbers and strings always serialize. This is a bug.");
         std::fs::write(path, json).map_err(BenchError::io(format!("writing {}", path.display())))?;
     }
     Ok(())
@@ -163,7 +164,8 @@ impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let roof = self.roof.product_tflops.map_or("-".into(), |tflops| format!("{tflops:.1} TFLOP/s"));
         writeln!(f, "{}: copies {:.0} GB/s, products {roof}\n", self.device, self.roof.copy_gb_per_s)?;
-        let mut table = Table::new(&["<what", "ms", "tokens/s", "floor ms", "of floor", "TFLOP/s", "of roof"]);
+        let mut table =
+            Table::new(&["<what", "ms", "tokens/s", "floor ms", "of floor", "TFLOP/s", "of roof"]);
         let percent = |share: f64| format!("{:.0} %", share * 100.0);
         for row in &self.decode {
             table.row([

@@ -44,7 +44,10 @@ impl Steps {
         weights.check(&config)?;
         if size.context > config.max_position_embeddings {
             let limit = config.max_position_embeddings;
-            return Err(BenchError::Usage(format!("{} tokens, but the model's limit is {limit}", size.context)));
+            return Err(BenchError::Usage(format!(
+                "{} tokens, but the model's limit is {limit}",
+                size.context
+            )));
         }
         let layout = KvLayout {
             num_layers: config.num_hidden_layers,
@@ -103,9 +106,12 @@ impl Steps {
         let mut meta = BatchMeta::default();
         let (mut tokens, mut logits_rows) = (Vec::new(), Vec::new());
         for sequence in 0..batch {
-            let table: Vec<u32> = (0..self.blocks).map(|block| (sequence * self.blocks + block) as u32).collect();
+            let table: Vec<u32> =
+                (0..self.blocks).map(|block| (sequence * self.blocks + block) as u32).collect();
             meta.push(&table, computed, new, BLOCK_SIZE);
-            tokens.extend((0..new).map(|i| ((computed + i) * 7 + sequence) as u32 % self.config.vocab_size as u32));
+            tokens.extend(
+                (0..new).map(|i| ((computed + i) * 7 + sequence) as u32 % self.config.vocab_size as u32),
+            );
             logits_rows.push(tokens.len() as u32 - 1);
         }
         let greedy = Draw { uniform: 0.0, temperature: 0.0, min_p: 0.0, top_p: 1.0, top_k: None };
@@ -114,7 +120,9 @@ impl Steps {
         let answer = answer.map_err(|reason| BenchError::Checks(vec![reason]))?;
         match answer.rows.len() == batch {
             true => Ok(()),
-            false => Err(BenchError::Checks(vec![format!("{} of {batch} rows were sampled", answer.rows.len())])),
+            false => {
+                Err(BenchError::Checks(vec![format!("{} of {batch} rows were sampled", answer.rows.len())]))
+            }
         }
     }
 }

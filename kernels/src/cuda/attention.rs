@@ -133,7 +133,8 @@ impl Decode<'_> {
         let (heads, kv_heads, dim) = (queries.heads, pool.layout.num_kv_heads, pool.layout.head_dim);
         check_heads(heads, kv_heads, dim)?;
         let (group, splits) = (heads / kv_heads, splits(self.max_context));
-        let (together, ids) = (together(group, dim), |view: View<'_>| view.elements::<i32>(self.count, "sequences"));
+        let (together, ids) =
+            (together(group, dim), |view: View<'_>| view.elements::<i32>(self.count, "sequences"));
         let floats = scratch_floats(self.capacity, heads, dim);
         let scratch = self.scratch.elements::<f32>(floats, "attention's scratch");
         let arguments = RawDecode {
@@ -162,7 +163,8 @@ impl Decode<'_> {
         unsafe { gpu.launch(&launch)? };
         if splits > 1 {
             let dims = Dims { grid: (heads as u32, self.count as u32, 1), threads: dim as u32, shared: 0 };
-            let launch = Launch { kernel: "combine_splits", dims, arguments: &[bytemuck::bytes_of(&arguments)] };
+            let launch =
+                Launch { kernel: "combine_splits", dims, arguments: &[bytemuck::bytes_of(&arguments)] };
             // SAFETY: as above.
             unsafe { gpu.launch(&launch)? };
         }
@@ -174,7 +176,9 @@ impl Decode<'_> {
 /// the most keys, and what takes longest should start first.
 pub fn tiles(lengths: &[usize], group: usize) -> Vec<[i32; 2]> {
     let of = |(seq, length): (usize, &usize)| {
-        (0..(length * group).div_ceil(TILE_LANES)).rev().map(move |tile| [seq as i32, (tile * TILE_LANES) as i32])
+        (0..(length * group).div_ceil(TILE_LANES))
+            .rev()
+            .map(move |tile| [seq as i32, (tile * TILE_LANES) as i32])
     };
     lengths.iter().enumerate().flat_map(of).collect()
 }

@@ -24,7 +24,8 @@ pub fn reshape_and_cache(
 ) -> Result<()> {
     let row = pool.layout.row();
     assert!(row.is_multiple_of(8), "rows of {row}. This is a bug.");
-    let (keys, values) = (keys.elements::<bf16>(rows * row, "keys"), values.elements::<bf16>(rows * row, "values"));
+    let (keys, values) =
+        (keys.elements::<bf16>(rows * row, "keys"), values.elements::<bf16>(rows * row, "values"));
     let slots = slots.elements::<i64>(rows, "slots");
     let dims = Dims { grid: (rows as u32, 1, 1), threads: 128, shared: 0 };
     let (layer, row) = (pool.layer(layer), row as i32);

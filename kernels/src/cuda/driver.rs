@@ -76,7 +76,9 @@ impl Driver {
         let module = unsafe { result::module::load_data(KERNELS.as_ptr().cast()) };
         let module = call("cuModuleLoadData of the kernels", module).map_err(|error| {
             let driver = &info.driver;
-            CudaError::Kernel(format!("{error}. The driver is for {driver}; ours are built with CUDA 13.0 (580 series)"))
+            CudaError::Kernel(format!(
+                "{error}. The driver is for {driver}; ours are built with CUDA 13.0 (580 series)"
+            ))
         })?;
         let stream = || {
             let stream = result::stream::create(result::stream::StreamKind::NonBlocking);
@@ -116,12 +118,13 @@ impl Driver {
         // SAFETY: the module is loaded as long as this lives.
         let function = unsafe { result::module::get_function(self.module, symbol) };
         let function = call("cuModuleGetFunction", function).map_err(|error| match error {
-            CudaError::Call { what, code } => CudaError::Kernel(format!("kernel {name}: {what} failed: {code}")),
+            CudaError::Call { what, code } => {
+                CudaError::Kernel(format!("kernel {name}: {what} failed: {code}"))
+            }
             other => other,
         })?;
         if shared > PLAIN_SHARED {
-            let attribute =
-                sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             // SAFETY: a function of our module.
             let set =
                 unsafe { result::function::set_function_attribute(function, attribute, shared as c_int) };
@@ -148,7 +151,11 @@ fn device_info(ordinal: usize, device: sys::CUdevice) -> Result<DeviceInfo> {
     );
     if capability < (8, 0) {
         let value = (capability.0 * 10 + capability.1) as usize;
-        return Err(CudaError::Unsupported { what: "compute capability", value, expected: "80 (Ampere) or later" });
+        return Err(CudaError::Unsupported {
+            what: "compute capability",
+            value,
+            expected: "80 (Ampere) or later",
+        });
     }
     Ok(DeviceInfo {
         ordinal,
@@ -243,13 +250,13 @@ impl Backend for Driver {
         let (grid, block) = (launch.dims.grid, (launch.dims.threads, 1, 1));
         let shared = launch.dims.shared as u32;
         // SAFETY: passed on from the caller.
-        let launched = unsafe {
-            result::launch_kernel(function, grid, block, shared, self.compute, &mut parameters)
-        };
+        let launched =
+            unsafe { result::launch_kernel(function, grid, block, shared, self.compute, &mut parameters) };
         call("cuLaunchKernel", launched).map_err(|error| match error {
-            CudaError::Call { what, code } => {
-                CudaError::Kernel(format!("kernel {} {:?}: {what} failed: {code}", launch.kernel, launch.dims))
-            }
+            CudaError::Call { what, code } => CudaError::Kernel(format!(
+                "kernel {} {:?}: {what} failed: {code}",
+                launch.kernel, launch.dims
+            )),
             other => other,
         })
     }
@@ -291,7 +298,10 @@ impl Backend for Driver {
         // SAFETY: a stream of ours that is captured.
         let graph = call("cuStreamEndCapture", unsafe { result::stream::end_capture(self.compute) })?;
         if graph.is_null() {
-            return Err(CudaError::Call { what: "cuStreamEndCapture", code: "the capture was broken".into() });
+            return Err(CudaError::Call {
+                what: "cuStreamEndCapture",
+                code: "the capture was broken".into(),
+            });
         }
         // SAFETY: `graph` is valid; the executable one does not need it afterwards.
         let executable = unsafe {

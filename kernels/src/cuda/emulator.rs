@@ -258,7 +258,8 @@ impl Backend for Emulator {
 
     fn end_capture(&self) -> Result<Box<dyn CapturedGraph>> {
         let recorded = self.shared.state().capture.take();
-        let recorded = recorded.ok_or(CudaError::Call { what: "cuStreamEndCapture", code: "no capture".into() })?;
+        let recorded =
+            recorded.ok_or(CudaError::Call { what: "cuStreamEndCapture", code: "no capture".into() })?;
         Ok(Box::new(Recording { recorded, shared: self.shared.clone() }))
     }
 }
@@ -284,7 +285,8 @@ impl CapturedGraph for Recording {
         for recorded in &self.recorded {
             match recorded {
                 Recorded::Launch { kernel, dims, arguments, sizes } => {
-                    let pointers: Vec<*const u8> = arguments.iter().map(|words| words.as_ptr().cast()).collect();
+                    let pointers: Vec<*const u8> =
+                        arguments.iter().map(|words| words.as_ptr().cast()).collect();
                     // SAFETY: who replays promises that the buffers are still there.
                     unsafe { self.shared.start(kernel, *dims, &pointers, sizes)? };
                 }

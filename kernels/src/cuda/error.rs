@@ -5,7 +5,9 @@
 pub enum CudaError {
     #[error("this build has no CUDA support: build with --features cuda")]
     NotBuilt,
-    #[error("libcuda was not found: no NVIDIA driver is installed here, or its libraries are not on the loader's path")]
+    #[error(
+        "libcuda was not found: no NVIDIA driver is installed here, or its libraries are not on the loader's path"
+    )]
     NoDriver,
     #[error("cuda:{ordinal} does not exist: {count} CUDA device(s) are visible here")]
     NoDevice { ordinal: usize, count: usize },

@@ -126,7 +126,12 @@ impl Gpu {
     /// # Safety
     /// The pinned memory must not be written until the stream is synchronised.
     pub unsafe fn upload(&self, to: View<'_>, from: &Pinned) -> Result<()> {
-        assert!(to.bytes <= from.bytes, "an upload of {} from {} bytes. This is a bug.", to.bytes, from.bytes);
+        assert!(
+            to.bytes <= from.bytes,
+            "an upload of {} from {} bytes. This is a bug.",
+            to.bytes,
+            from.bytes
+        );
         // SAFETY: both ranges are valid; the rest is the caller's.
         unsafe { self.backend.upload(Stream::Compute, to.address, from.pointer, to.bytes) }
     }

@@ -82,7 +82,11 @@ struct Gemm {
 pub fn multiply(gpu: &Gpu, x: Rows<'_>, w: View<'_>, y: Into<'_>, shape: Shape) -> Result<()> {
     let Shape { m, n, k } = shape;
     if !k.is_multiple_of(DEPTH) {
-        return Err(CudaError::Unsupported { what: "a product's width", value: k, expected: "a multiple of 32" });
+        return Err(CudaError::Unsupported {
+            what: "a product's width",
+            value: k,
+            expected: "a multiple of 32",
+        });
     }
     assert!(m > 0 && n > 0 && m.max(n).max(k) <= i32::MAX as usize, "{shape:?}. This is a bug.");
     let fused = matches!(y, Into::SiluMul(_)) || matches!(x, Rows::Normed { .. });

@@ -61,7 +61,13 @@ pub fn silu_mul(gpu: &Gpu, gate_up: View<'_>, out: View<'_>, rows: usize, width:
 }
 
 /// Rows `ids` (i32) of a bf16 table `[entries, width]` into f32 `x[count, width]`. Ids must be below `entries`.
-pub fn embedding(gpu: &Gpu, table: View<'_>, ids: View<'_>, x: View<'_>, (count, width): (usize, usize)) -> Result<()> {
+pub fn embedding(
+    gpu: &Gpu,
+    table: View<'_>,
+    ids: View<'_>,
+    x: View<'_>,
+    (count, width): (usize, usize),
+) -> Result<()> {
     assert!(width.is_multiple_of(8), "rows of {width}. This is a bug.");
     let table = table.elements::<bf16>(width, "the embedding table");
     let ids = ids.elements::<i32>(count, "token ids");

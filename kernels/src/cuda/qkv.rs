@@ -46,14 +46,14 @@ impl SplitQkv<'_> {
         let (rows, dim, kv_heads) = (self.rows, pool.layout.head_dim, pool.layout.num_kv_heads);
         let all = self.heads + 2 * kv_heads;
         assert!(dim.is_multiple_of(2) && dim <= 256, "heads of {dim}. This is a bug.");
-        let optional = |view: Option<View<'_>>, count| view.map_or(0, |view| view.elements::<f32>(count, "a vector"));
+        let optional =
+            |view: Option<View<'_>>, count| view.map_or(0, |view| view.elements::<f32>(count, "a vector"));
         let qkv = self.qkv.elements::<bf16>(rows * all * dim, "qkv");
         let bias = optional(self.bias, all * dim);
-        let (q_norm, k_norm) = (
-            optional(self.norms.map(|norms| norms.0), dim),
-            optional(self.norms.map(|norms| norms.1), dim),
-        );
-        let (cos, sin) = (self.cos.elements::<f32>(dim / 2, "cosines"), self.sin.elements::<f32>(dim / 2, "sines"));
+        let (q_norm, k_norm) =
+            (optional(self.norms.map(|norms| norms.0), dim), optional(self.norms.map(|norms| norms.1), dim));
+        let (cos, sin) =
+            (self.cos.elements::<f32>(dim / 2, "cosines"), self.sin.elements::<f32>(dim / 2, "sines"));
         let positions = self.positions.elements::<i32>(rows, "positions");
         let slots = self.slots.elements::<i64>(rows, "slots");
         let q = self.q.elements::<bf16>(rows * self.heads * dim, "queries");

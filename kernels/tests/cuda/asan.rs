@@ -21,6 +21,7 @@ fn no_kernel_accesses_memory_beyond_its_buffers() {
         .env("ASAN_OPTIONS", "detect_leaks=0:abort_on_error=0")
         .output()
         .expect("this program starts again");
-    let text = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    let text =
+        format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success() && text.contains("test result: ok"), "{text}");
 }

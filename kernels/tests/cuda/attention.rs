@@ -30,7 +30,8 @@ const LAYER: usize = 1;
 
 fn setup(case: &Case) -> Setup {
     let layout = case.layout;
-    let needed: usize = case.seqs.iter().map(|(before, new)| (before + new).div_ceil(layout.block_size)).sum();
+    let needed: usize =
+        case.seqs.iter().map(|(before, new)| (before + new).div_ceil(layout.block_size)).sum();
     // One block more than is used, so that a wrong one is not out of bounds at once.
     let pool = KvPool::new(layout, needed + 1).unwrap();
     let mut free: Vec<u32> = (0..needed as u32).collect();
@@ -60,8 +61,7 @@ fn setup(case: &Case) -> Setup {
 }
 
 fn exact(case: &Case, meta: &BatchMeta, q: &[f64], keys: &[Vec<f64>], values: &[Vec<f64>]) -> Vec<f64> {
-    let (dim, row, group) =
-        (case.layout.head_dim, case.layout.row(), case.heads / case.layout.num_kv_heads);
+    let (dim, row, group) = (case.layout.head_dim, case.layout.row(), case.heads / case.layout.num_kv_heads);
     let mut out = Vec::new();
     for (seq, (keys, values)) in meta.seqs.iter().zip(keys.iter().zip(values)) {
         for i in 0..seq.q_len {
@@ -208,7 +208,8 @@ fn the_gpu_agrees_with_the_cpu_kernels() {
 fn a_rows_attention_does_not_depend_on_its_batch() {
     on_every_device(|gpu| {
         let layout = layout(2, 64, 16);
-        let (alone, together) = (case(&[(290, 1)], 4, layout), case(&[(290, 1), (700, 1), (3, 1)], 4, layout));
+        let (alone, together) =
+            (case(&[(290, 1)], 4, layout), case(&[(290, 1), (700, 1), (3, 1)], 4, layout));
         let (alone_setup, mut together_setup) = (setup(&alone), setup(&together));
         let row = alone_setup.q.len();
         together_setup.q[..row].copy_from_slice(&alone_setup.q);

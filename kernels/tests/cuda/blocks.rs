@@ -45,7 +45,8 @@ fn blocks_are_gathered_and_scattered_whole() {
             let gathered: Vec<u8> = ids.iter().flat_map(|id| block(&from, *id)).collect();
             assert_eq!(staging.to_vec::<u8>().unwrap(), gathered);
             let other = gpu.zeroed(7 * bytes).unwrap();
-            copy_blocks(gpu, Side { blocks: other.view(), ids: Some(named.view()) }, of_staging, 3, bytes).unwrap();
+            copy_blocks(gpu, Side { blocks: other.view(), ids: Some(named.view()) }, of_staging, 3, bytes)
+                .unwrap();
             let scattered = other.to_vec::<u8>().unwrap();
             for id in 0..7 {
                 let expected = if ids.contains(&id) { block(&from, id) } else { vec![0; bytes] };

@@ -1,10 +1,15 @@
 use half::f16;
-use kernels::cuda::{CudaError, Gpu};
 use kernels::cuda::pointwise::{RmsNorm, add_bias, cast_f16, cast_f32, embedding, silu_mul};
+use kernels::cuda::{CudaError, Gpu};
 
 use crate::support::*;
 
-pub fn rms_norm_error(gpu: &Gpu, count: usize, width: usize, named: Option<&[i32]>) -> Result<f64, CudaError> {
+pub fn rms_norm_error(
+    gpu: &Gpu,
+    count: usize,
+    width: usize,
+    named: Option<&[i32]>,
+) -> Result<f64, CudaError> {
     let (x, weight) = (random(count * width, 1), random(width, 2));
     let (from, weights) = (upload_f32(gpu, &x), upload_f32(gpu, &weight));
     let ids = named.map(|named| gpu.buffer_of(named).unwrap());

@@ -9,7 +9,14 @@ use crate::support::*;
 
 /// Relative errors of queries and of the pool against the CPU's kernel in f32, for rows with a slot; the last row is
 /// padding.
-fn errors(gpu: &Gpu, dim: usize, heads: usize, kv_heads: usize, with_norms: bool, with_bias: bool) -> (f64, f64) {
+fn errors(
+    gpu: &Gpu,
+    dim: usize,
+    heads: usize,
+    kv_heads: usize,
+    with_norms: bool,
+    with_bias: bool,
+) -> (f64, f64) {
     let layout = layout(kv_heads, dim, 4);
     let (all, rows) = (heads + 2 * kv_heads, 6);
     let mut meta = BatchMeta::default();
@@ -39,7 +46,8 @@ fn errors(gpu: &Gpu, dim: usize, heads: usize, kv_heads: usize, with_norms: bool
     // SAFETY: the pool is this test's.
     unsafe { qkv.run(0, input, Output::F32(&mut exact)) };
 
-    let (pool, q) = (gpu.zeroed(5 * layout.block_bytes()).unwrap(), gpu.zeroed(2 * rows * heads * dim).unwrap());
+    let (pool, q) =
+        (gpu.zeroed(5 * layout.block_bytes()).unwrap(), gpu.zeroed(2 * rows * heads * dim).unwrap());
     let slots: Vec<i64> = meta.slot_mapping.iter().map(|slot| *slot as i64).chain([-1]).collect();
     let positions: Vec<i32> = meta.positions.iter().map(|position| *position as i32).chain([0]).collect();
     let buffers = [&q_norm, &k_norm, &cos, &sin, &bias].map(|values| upload_f32(gpu, values));

@@ -3,11 +3,13 @@ use kernels::cuda::sample::{Sample, SampleParams};
 
 use crate::support::*;
 
-const GREEDY: SampleParams = SampleParams { uniform: 0.0, temperature: 0.0, floor: -40.0, top_p: 1.0, top_k: 0 };
+const GREEDY: SampleParams =
+    SampleParams { uniform: 0.0, temperature: 0.0, floor: -40.0, top_p: 1.0, top_k: 0 };
 
 pub fn sample(gpu: &Gpu, logits: &[f32], valid: &[u8], params: &[SampleParams]) -> Vec<i32> {
     let rows = params.len();
-    let buffers = (gpu.buffer_of(logits).unwrap(), gpu.buffer_of(valid).unwrap(), gpu.buffer_of(params).unwrap());
+    let buffers =
+        (gpu.buffer_of(logits).unwrap(), gpu.buffer_of(valid).unwrap(), gpu.buffer_of(params).unwrap());
     let (scratch, ids) = (gpu.alloc(8 * rows).unwrap(), gpu.alloc(4 * rows).unwrap());
     let sample = Sample {
         logits: buffers.0.view(),

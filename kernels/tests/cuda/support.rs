@@ -96,7 +96,8 @@ pub fn relative_error(got: &[f64], exact: &[f64]) -> f64 {
     if got.iter().any(|value| !value.is_finite()) {
         return f64::INFINITY;
     }
-    let length = |values: &mut dyn Iterator<Item = f64>| values.map(|value| value * value).sum::<f64>().sqrt();
+    let length =
+        |values: &mut dyn Iterator<Item = f64>| values.map(|value| value * value).sum::<f64>().sqrt();
     let difference = length(&mut got.iter().zip(exact).map(|(got, exact)| got - exact));
     difference / length(&mut exact.iter().copied()).max(f64::MIN_POSITIVE)
 }

@@ -48,10 +48,17 @@ impl Forward<'_> {
         let (rows, width, x) = (self.shape.rows, self.sizes.hidden, self.work.x.view());
         let product = Product { m: rows, n, k: width };
         if rows <= NORM_ROWS {
-            return multiply(self.gpu, Rows::Normed { x, norm: norm.view(), eps: self.eps }, w.view(), y, product);
+            return multiply(
+                self.gpu,
+                Rows::Normed { x, norm: norm.view(), eps: self.eps },
+                w.view(),
+                y,
+                product,
+            );
         }
         let y_of_norm = self.work.hidden.view();
-        let all = RmsNorm { x, weight: norm.view(), rows: None, y: y_of_norm, count: rows, width, eps: self.eps };
+        let all =
+            RmsNorm { x, weight: norm.view(), rows: None, y: y_of_norm, count: rows, width, eps: self.eps };
         all.run(self.gpu)?;
         multiply(self.gpu, Rows::Bf16(y_of_norm), w.view(), y, product)
     }

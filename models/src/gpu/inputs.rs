@@ -120,7 +120,13 @@ fn split(meta: &BatchMeta) -> (Vec<&SeqSpan>, Vec<&SeqSpan>) {
 
 /// Writes a batch into `to` in the places of `shape`, which holds it; what is left of a class is padding. A row that
 /// samples nothing on the device has no parameters. Returns the splits of all decoding sequences.
-pub(super) fn pack(batch: &Batch, draws: &[Option<Draw>], shape: Shape, group: usize, to: &mut [u8]) -> usize {
+pub(super) fn pack(
+    batch: &Batch,
+    draws: &[Option<Draw>],
+    shape: Shape,
+    group: usize,
+    to: &mut [u8],
+) -> usize {
     let at = Offsets::new(&shape);
     assert!(at.end <= to.len(), "a step of {} bytes in {}. This is a bug.", at.end, to.len());
     let meta = &batch.meta;
@@ -163,4 +169,5 @@ pub(super) fn pack(batch: &Batch, draws: &[Option<Draw>], shape: Shape, group: u
     total
 }
 
-const GREEDY: SampleParams = SampleParams { uniform: 0.0, temperature: 0.0, floor: -40.0, top_p: 1.0, top_k: 0 };
+const GREEDY: SampleParams =
+    SampleParams { uniform: 0.0, temperature: 0.0, floor: -40.0, top_p: 1.0, top_k: 0 };

@@ -3,9 +3,9 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use kernels::KvPool;
 use kernels::cuda::attention::splits;
 use kernels::cuda::{Buffer, CudaError, Gpu, Graph, Pinned, PoolView};
-use kernels::KvPool;
 
 use super::classes::Class;
 use super::forward::Forward;
@@ -188,8 +188,12 @@ impl GpuModel {
             return Ok(Answer::default());
         }
         self.gpu.download(&mut self.ids, self.work.ids.view().part(0, 4 * own.samples))?;
-        let ids: Vec<i32> =
-            self.ids.bytes()[..4 * own.samples].as_chunks().0.iter().map(|id| i32::from_ne_bytes(*id)).collect();
+        let ids: Vec<i32> = self.ids.bytes()[..4 * own.samples]
+            .as_chunks()
+            .0
+            .iter()
+            .map(|id| i32::from_ne_bytes(*id))
+            .collect();
         let mut answer = Answer::default();
         for (row, (id, draw)) in ids.iter().zip(draws).enumerate() {
             if draw.is_some() {

@@ -42,7 +42,8 @@ pub(super) struct GpuLayer {
 impl GpuWeights {
     pub fn load(gpu: &Gpu, config: &ModelConfig, weights: &Weights, max_len: usize) -> Loaded<Self> {
         let loader = Loader { gpu, weights };
-        let layers = (0..config.num_hidden_layers).map(|layer| loader.layer(config, layer)).collect::<Loaded<_>>()?;
+        let layers =
+            (0..config.num_hidden_layers).map(|layer| loader.layer(config, layer)).collect::<Loaded<_>>()?;
         let lm_head = match config.tie_word_embeddings {
             true => None,
             false => Some(loader.matrix(&["lm_head.weight".into()])?),
@@ -74,9 +75,8 @@ impl Loader<'_> {
         };
         let matrix = |parts: &[&str]| self.matrix(&named(parts, "weight"));
         let norm = |part: &str| self.vector(&named(&[part], "weight"));
-        let bias = |parts: &[&str], is_there: bool| {
-            is_there.then(|| self.vector(&named(parts, "bias"))).transpose()
-        };
+        let bias =
+            |parts: &[&str], is_there: bool| is_there.then(|| self.vector(&named(parts, "bias"))).transpose();
         let qkv = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
         Ok(GpuLayer {
             input_norm: norm("input_layernorm")?,

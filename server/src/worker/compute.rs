@@ -179,7 +179,9 @@ fn kv_pool(config: &Config, model: &ModelConfig, device: &Device) -> anyhow::Res
         Device::Cuda { .. } if dtype == KvDtype::F32 => {
             bail!("--kv-cache-dtype f32 is not supported on cuda, expected bf16 or auto")
         }
-        Device::Cuda { gpu, .. } => KvPool::new_on(gpu, layout, num_blocks, spare).map_err(anyhow::Error::from),
+        Device::Cuda { gpu, .. } => {
+            KvPool::new_on(gpu, layout, num_blocks, spare).map_err(anyhow::Error::from)
+        }
     };
     pool.with_context(|| format!("no memory for {num_blocks} KV blocks"))
 }

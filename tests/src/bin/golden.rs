@@ -55,7 +55,11 @@ fn exact(dir: &Path, golden: &Golden, longest: usize) -> Result<()> {
             started.elapsed()
         );
         ensure!(same, "{}: greedy tokens differ", prompt.name);
-        ensure!(difference <= 1e-3, "{}: a logit differs by {difference}, expected at most 1e-3", prompt.name);
+        ensure!(
+            difference <= 1e-3,
+            "{}: a logit differs by {difference}, expected at most 1e-3",
+            prompt.name
+        );
     }
     Ok(())
 }
