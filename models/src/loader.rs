@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Tensor};
 use half::bf16;
-use kernels::cpu::PackedBf16;
+use kernels::cpu::{Packed, Precision};
 use kernels::cpu::arena::{Arena, release_file_pages};
 use kernels::ops::Weight;
 
@@ -14,7 +14,7 @@ use crate::weights::{WeightDtype, WeightView, Weights};
 type Loaded<T> = std::result::Result<T, ModelError>;
 
 /// Packs parts of equal width.
-type Pack = fn(&mut Arena, &[&[u8]], usize) -> std::io::Result<PackedBf16>;
+type Pack = fn(&mut Arena, &[&[u8]], usize, Precision) -> std::io::Result<Packed>;
 
 pub(crate) struct Loader<'a> {
     config: &'a ModelConfig,
@@ -41,12 +41,16 @@ impl<'a> Loader<'a> {
     pub fn layer(&mut self, layer: usize) -> Loaded<Layer> {
         let config = self.config;
         let name = |tensor: &str| format!("model.layers.{layer}.{tensor}");
+        let precision = match self.dtype {
+            ComputeDtype::Int8 => Precision::Int8,
+            _ => Precision::Bf16,
+        };
         let mut linear = |parts: &[&str], has_bias: bool| -> Loaded<Linear> {
             let named =
                 |suffix: &str| parts.iter().map(|part| name(&format!("{part}.{suffix}"))).collect::<Vec<_>>();
             let weight = match parts {
-                ["mlp.gate_proj", ..] => self.gated(&named("weight"))?,
-                _ => self.matrix(&named("weight"))?,
+                ["mlp.gate_proj", ..] => self.joined(&named("weight"), Packed::gated, precision)?,
+                _ => self.joined(&named("weight"), Packed::new, precision)?,
             };
             let bias = has_bias.then(|| self.joined_bias(&named("bias"))).transpose()?;
             Ok(Linear { weight, bias })
@@ -65,29 +69,25 @@ impl<'a> Loader<'a> {
         Ok(Layer { input_norm, qkv, qk_norm, out, post_norm, gate_up, down })
     }
 
+    /// An embedding table or head.
+    pub fn table(&mut self, name: &str) -> Loaded<Weight> {
+        self.joined(&[name], Packed::new, Precision::Bf16)
+    }
+
     /// Matrices of equal width stacked by rows. Parts of different dtypes become f32.
-    pub fn matrix<S: AsRef<str>>(&mut self, names: &[S]) -> Loaded<Weight> {
-        self.joined(names, PackedBf16::new)
-    }
-
-    /// The gate's and the up projection's weight, for [`kernels::ops::gate_up`].
-    fn gated(&mut self, names: &[String]) -> Loaded<Weight> {
-        self.joined(names, |arena, parts, width| PackedBf16::gated(arena, parts[0], parts[1], width))
-    }
-
-    fn joined<S: AsRef<str>>(&mut self, names: &[S], pack: Pack) -> Loaded<Weight> {
+    fn joined<S: AsRef<str>>(&mut self, names: &[S], pack: Pack, precision: Precision) -> Loaded<Weight> {
         let views = names.iter().map(|name| self.weights.view(name.as_ref())).collect::<Loaded<Vec<_>>>()?;
         let width = views[0].shape[1];
         let rows: usize = views.iter().map(|view| view.shape[0]).sum();
         let stored = views[0].dtype;
         let dtype = match self.dtype {
             ComputeDtype::F32 => WeightDtype::F32,
-            ComputeDtype::Bf16 => WeightDtype::BF16,
+            ComputeDtype::Bf16 | ComputeDtype::Int8 => WeightDtype::BF16,
             ComputeDtype::Stored if views.iter().any(|view| view.dtype != stored) => WeightDtype::F32,
             ComputeDtype::Stored => stored,
         };
         let weight = match dtype {
-            WeightDtype::BF16 => Weight::Packed(self.packed(&views, width, pack)?),
+            WeightDtype::BF16 => Weight::Packed(self.packed(&views, width, pack, precision)?),
             WeightDtype::F16 => {
                 let halves = views.iter().flat_map(|view| view.bytes.as_chunks::<2>().0);
                 let halves = halves.map(|bytes| half::f16::from_le_bytes(*bytes)).collect::<Vec<_>>();
@@ -102,7 +102,13 @@ impl<'a> Loader<'a> {
         Ok(weight)
     }
 
-    fn packed(&mut self, views: &[WeightView<'_>], width: usize, pack: Pack) -> Loaded<PackedBf16> {
+    fn packed(
+        &mut self,
+        views: &[WeightView<'_>],
+        width: usize,
+        pack: Pack,
+        precision: Precision,
+    ) -> Loaded<Packed> {
         let rounded: Vec<Option<Vec<bf16>>> =
             views.iter().map(|view| (view.dtype != WeightDtype::BF16).then(|| view.to_bf16())).collect();
         let parts: Vec<&[u8]> = views
@@ -110,7 +116,7 @@ impl<'a> Loader<'a> {
             .zip(&rounded)
             .map(|(view, rounded)| rounded.as_ref().map_or(view.bytes, |values| bytemuck::cast_slice(values)))
             .collect();
-        Ok(pack(&mut self.arena, &parts, width).map_err(candle_core::Error::from)?)
+        Ok(pack(&mut self.arena, &parts, width, precision).map_err(candle_core::Error::from)?)
     }
 
     /// Norm weights are few and always f32.

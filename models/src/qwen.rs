@@ -26,6 +26,8 @@ pub enum ComputeDtype {
     Stored,
     Bf16,
     F32,
+    /// The layers' matrices as int8 with a scale for each output, the rest as [`Self::Bf16`].
+    Int8,
 }
 
 /// A loaded model. Cheap to share; [`Qwen::forward`] takes `&self`.
@@ -117,10 +119,10 @@ impl Qwen {
     ) -> std::result::Result<Self, ModelError> {
         let device = Device::Cpu;
         let mut loader = Loader::new(config, weights, dtype, &device);
-        let embed = loader.matrix(&["model.embed_tokens.weight"])?;
+        let embed = loader.table("model.embed_tokens.weight")?;
         let lm_head = match config.tie_word_embeddings {
             true => None,
-            false => Some(loader.matrix(&["lm_head.weight"])?),
+            false => Some(loader.table("lm_head.weight")?),
         };
         let layers = (0..config.num_hidden_layers)
             .map(|layer| loader.layer(layer))

@@ -9,7 +9,7 @@ use std::arch::x86_64::{__cpuid, __cpuid_count};
 use std::marker::PhantomData;
 use std::sync::OnceLock;
 
-use super::packed::COLUMNS;
+use super::packed::{COLUMNS, Precision};
 
 /// Rows of a tile.
 pub const ROWS: usize = 16;
@@ -48,19 +48,11 @@ fn ask_for_tiles() -> bool {
     false
 }
 
-/// What the products' inputs are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
-    /// Pairs of bf16, summed in f32.
-    Bf16,
-    /// Four unsigned bytes by four signed ones, summed in i32.
-    Int8,
-}
-
 /// Operands: `c[i, j] (+)= sum over p of a[i, p] . b[p, j]` for a panel's [`COLUMNS`] columns.
 #[derive(Clone, Copy)]
 pub struct Tile {
-    pub kind: Kind,
+    /// bf16 pairs summed in f32, or unsigned bytes times signed ones summed in i32.
+    pub precision: Precision,
     /// Steps of [`STEP`] words to sum over, at least one.
     pub steps: usize,
     /// Rows of `steps * STEP` words, `a_row` words apart; at multiples of 64 bytes for speed.
@@ -124,13 +116,13 @@ impl Session {
                 Tile { a: tile.a.add(done * tile.a_row), c: tile.c.add(done * tile.c_row), ..*tile }
             };
             self.configure(left.min(ROWS));
-            // SAFETY: passed on from the caller; the kind says which instruction the words are for.
+            // SAFETY: passed on from the caller; the precision says which instruction the words are for.
             unsafe {
-                match (left >= 2 * ROWS, tile.kind) {
-                    (true, Kind::Bf16) => (0..2).for_each(|half| square_bf16(&part, half)),
-                    (true, Kind::Int8) => (0..2).for_each(|half| square_int8(&part, half)),
-                    (false, Kind::Bf16) => strip_bf16(&part),
-                    (false, Kind::Int8) => strip_int8(&part),
+                match (left >= 2 * ROWS, tile.precision) {
+                    (true, Precision::Bf16) => (0..2).for_each(|half| square_bf16(&part, half)),
+                    (true, Precision::Int8) => (0..2).for_each(|half| square_int8(&part, half)),
+                    (false, Precision::Bf16) => strip_bf16(&part),
+                    (false, Precision::Int8) => strip_int8(&part),
                 }
             }
             done += if left >= 2 * ROWS { 2 * ROWS } else { left.min(ROWS) };
@@ -281,3 +273,34 @@ macro_rules! kernels {
 
 kernels!(square_bf16, strip_bf16, "tdpbf16ps");
 kernels!(square_int8, strip_int8, "tdpbusd");
+
+/// Multiplies tiles that stay in registers, `steps` times; returns the operations of a step.
+///
+/// # Safety
+/// As [`Session::new`].
+pub unsafe fn registers(steps: usize, precision: Precision) -> usize {
+    // SAFETY: passed on from the caller.
+    let _session = unsafe { Session::new() };
+    for _ in 0..steps {
+        // SAFETY: the session configured all eight tiles; nothing else is touched.
+        unsafe {
+            match precision {
+                Precision::Bf16 => asm!(
+                    "tdpbf16ps tmm0, tmm4, tmm6",
+                    "tdpbf16ps tmm1, tmm4, tmm7",
+                    "tdpbf16ps tmm2, tmm5, tmm6",
+                    "tdpbf16ps tmm3, tmm5, tmm7",
+                    options(nostack, nomem)
+                ),
+                Precision::Int8 => asm!(
+                    "tdpbusd tmm0, tmm4, tmm6",
+                    "tdpbusd tmm1, tmm4, tmm7",
+                    "tdpbusd tmm2, tmm5, tmm6",
+                    "tdpbusd tmm3, tmm5, tmm7",
+                    options(nostack, nomem)
+                ),
+            }
+        }
+    }
+    4 * 2 * ROWS * ROWS * STEP * precision.inputs()
+}

@@ -4,7 +4,7 @@
 //! pages 56 to 61 (shared/FACTS.md). The kernel gives them for anonymous memory when asked.
 
 use std::io;
-use std::ops::Deref;
+use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -93,6 +93,13 @@ impl Drop for Mapping {
 impl HugeSlice {
     pub fn as_mut_ptr(&mut self) -> *mut u32 {
         self.base.as_ptr()
+    }
+}
+
+impl DerefMut for HugeSlice {
+    fn deref_mut(&mut self) -> &mut [u32] {
+        // SAFETY: as in `deref`; this slice is the words' only owner, and is borrowed mutably.
+        unsafe { std::slice::from_raw_parts_mut(self.base.as_ptr(), self.len) }
     }
 }
 

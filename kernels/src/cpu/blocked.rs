@@ -12,7 +12,7 @@ use half::bf16;
 use super::attention::{Attention, Output, Rows};
 use super::context::{Context, Shape, row_words};
 use super::matmul::{Input, narrow};
-use super::packed::{COLUMNS, PAIRS};
+use super::packed::{COLUMNS, Precision, STEP};
 use super::soften::{Softmax, Weights};
 use super::tiles::{Piece, Tiles, Words, floats};
 use super::{Isa, dispatch, team};
@@ -167,7 +167,7 @@ impl Tile<'_> {
         let context = self.lanes.first_context + self.lanes.rows - 1;
         for first in (0..context).step_by(SPAN) {
             // Whole steps of the products; the context is packed with zeros up to there.
-            let keys = SPAN.min(context - first).next_multiple_of(2 * PAIRS);
+            let keys = SPAN.min(context - first).next_multiple_of(2 * STEP);
             // SAFETY: the span is inside the packed context, and the buffers were sized for it.
             unsafe { self.score(&mut tiles, first, keys, queries, scores) };
             for (lane, softmax) in softmax.iter_mut().enumerate() {
@@ -227,11 +227,12 @@ impl Tile<'_> {
         let pairs = self.context.shape.pairs;
         for panel in (0..keys).step_by(COLUMNS) {
             let piece = Piece {
-                pairs,
+                precision: Precision::Bf16,
+                depth: pairs,
                 a: queries.as_ptr(),
                 a_row: row_words(self.isa, pairs),
                 b: self.context.keys(first + panel),
-                c: scores[panel..].as_mut_ptr(),
+                c: scores[panel..].as_mut_ptr().cast(),
                 c_row: SPAN,
                 add: false,
                 stream: false,
@@ -256,11 +257,12 @@ impl Tile<'_> {
         let shape = self.context.shape;
         for panel in 0..shape.value_panels {
             let piece = Piece {
-                pairs: keys / 2,
+                precision: Precision::Bf16,
+                depth: keys / 2,
                 a: weights.as_ptr(),
                 a_row: row_words(self.isa, SPAN / 2),
                 b: self.context.values(panel, first),
-                c: output[panel * COLUMNS..].as_mut_ptr(),
+                c: output[panel * COLUMNS..].as_mut_ptr().cast(),
                 c_row: shape.value_panels * COLUMNS,
                 add: first > 0,
                 stream: false,

@@ -1,14 +1,14 @@
 //! One KV head's keys and values of a sequence, in the order in which products read a weight.
 //!
 //! Attention of many rows is two products, with the keys and with the values as the "weight". Both are gathered from the
-//! pool's blocks once for all rows, in the form of [`super::PackedBf16`].
+//! pool's blocks once for all rows, in the form of [`super::Packed`].
 
 use half::bf16;
 
 #[cfg(target_arch = "x86_64")]
 use super::simd;
 use super::attention::Attention;
-use super::packed::{COLUMNS, PAIRS};
+use super::packed::{COLUMNS, STEP};
 use super::{Isa, tiles};
 use crate::batch::SeqSpan;
 use crate::layout::Half;
@@ -18,7 +18,7 @@ use crate::layout::Half;
 pub struct Shape {
     /// Keys, padded to whole panels.
     pub keys: usize,
-    /// Pairs of a head's elements, padded to [`PAIRS`].
+    /// Pairs of a head's elements, padded to [`STEP`].
     pub pairs: usize,
     /// Panels that a head's elements fill.
     pub value_panels: usize,
@@ -28,7 +28,7 @@ impl Shape {
     pub fn new(context: usize, head_dim: usize) -> Self {
         Self {
             keys: context.next_multiple_of(COLUMNS),
-            pairs: head_dim.div_ceil(2).next_multiple_of(PAIRS),
+            pairs: head_dim.div_ceil(2).next_multiple_of(STEP),
             value_panels: head_dim.div_ceil(COLUMNS),
         }
     }
@@ -148,4 +148,4 @@ pub fn row_words(isa: Isa, pairs: usize) -> usize {
     pairs * isa.pair_words()
 }
 
-const _: () = assert!(COLUMNS.is_multiple_of(2 * PAIRS) && tiles::ROWS < COLUMNS);
+const _: () = assert!(COLUMNS.is_multiple_of(2 * STEP) && tiles::ROWS < COLUMNS);

@@ -137,10 +137,10 @@ impl Part<'_> {
                 scores: &mut scores[..count],
                 weights: &mut weights[..count],
             };
-            for first in (0..lanes.keys).step_by(STEP) {
-                // SAFETY: passed on from the caller.
-                (0..task.kv_heads()).for_each(|head| unsafe { self.score(task, head, first, &mut lanes) });
-            }
+            self.each_step(task, Half::Key, lanes.keys, |head, first, rows| {
+                // SAFETY: passed on from the caller; the rows are those of the step.
+                unsafe { self.score(task, head, first, rows, &mut lanes) };
+            });
             let scale = std::f32::consts::LOG2_E / (task.head_dim() as f32).sqrt();
             for lane in 0..count {
                 let (scores, weights) = (&mut lanes.scores[lane], &mut lanes.weights[lane]);
@@ -148,12 +148,42 @@ impl Part<'_> {
                 let stats = unsafe { soften(scores, self.visible(task, lane), scale, weights) };
                 (to[lane * width], to[lane * width + 1]) = stats;
             }
-            for first in (0..lanes.keys).step_by(STEP) {
-                // SAFETY: passed on from the caller.
-                (0..task.kv_heads())
-                    .for_each(|head| unsafe { self.add_values(task, head, first, &lanes, to) });
-            }
+            self.each_step(task, Half::Value, lanes.keys, |head, first, rows| {
+                // SAFETY: passed on from the caller; the rows are those of the step.
+                unsafe { self.add_values(task, head, first, rows, &lanes, to) };
+            });
         });
+    }
+
+    /// Calls `each(kv_head, first key, rows of that head)` in the order of memory, and asks for a step's rows while the one
+    /// before it is computed. Steps beyond the last key repeat it.
+    fn each_step(
+        &self,
+        task: &Attention<'_>,
+        half: Half,
+        keys: usize,
+        mut each: impl FnMut(usize, usize, &[*const u32; STEP]),
+    ) {
+        let rows = |first: usize| -> [*const u32; STEP] {
+            std::array::from_fn(|i| self.token(task, half, (first + i).min(keys - 1), 0))
+        };
+        let head_words = task.head_dim() / 2;
+        let mut next = rows(0);
+        for first in (0..keys).step_by(STEP) {
+            let now = std::mem::replace(&mut next, rows(first + STEP));
+            for head in 0..task.kv_heads() {
+                let of_head = |row: *const u32| row.wrapping_add(head * head_words);
+                if first + STEP < keys {
+                    for row in next.map(of_head) {
+                        for word in (0..head_words).step_by(16) {
+                            // SAFETY: a prefetch is no access.
+                            unsafe { _mm_prefetch::<_MM_HINT_T0>(row.wrapping_add(word).cast()) };
+                        }
+                    }
+                }
+                each(head, first, &now.map(of_head));
+            }
+        }
     }
 
     /// `scores[lane][key] = Q[lane] · K[key]` for [`STEP`] keys from `first`, the last of which may repeat a key.
@@ -161,11 +191,14 @@ impl Part<'_> {
     /// # Safety
     /// As [`attend`].
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-    unsafe fn score(&self, task: &Attention<'_>, kv_head: usize, first: usize, lanes: &mut Lanes<'_>) {
-        let rows: [*const u32; STEP] = std::array::from_fn(|i| {
-            let key = (first + i).min(lanes.keys - 1);
-            self.token(task, Half::Key, key, kv_head)
-        });
+    unsafe fn score(
+        &self,
+        task: &Attention<'_>,
+        kv_head: usize,
+        first: usize,
+        rows: &[*const u32; STEP],
+        lanes: &mut Lanes<'_>,
+    ) {
         for lane in kv_head * lanes.group..(kv_head + 1) * lanes.group {
             let mut sums = [_mm512_setzero_ps(); STEP];
             for i in (0..task.head_dim() / 2).step_by(16) {
@@ -193,14 +226,13 @@ impl Part<'_> {
         task: &Attention<'_>,
         kv_head: usize,
         first: usize,
+        rows: &[*const u32; STEP],
         lanes: &Lanes<'_>,
         to: &mut [f32],
     ) {
         let (dim, width) = (task.head_dim(), task.head_dim() + 2);
         let last = STEP.min(lanes.keys - first) - 1;
         // An odd last key is paired with itself; its second weight is zero.
-        let rows: [*const u32; STEP] =
-            std::array::from_fn(|i| self.token(task, Half::Value, first + i.min(last), kv_head));
         let pairs = (last + 2) / 2;
         let of_head = kv_head * lanes.group..(kv_head + 1) * lanes.group;
         let to = &mut to[of_head.start * width..of_head.end * width];
@@ -210,10 +242,10 @@ impl Part<'_> {
                 // SAFETY: passed on from the caller; parts are multiples of 32 elements that end at `dim`.
                 at += unsafe {
                     match (dim - at, weights) {
-                        (128.., [a, b]) => add_part::<8, 2>(&rows, pairs, [&a[first..], &b[first..]], at, to),
-                        (128.., [a, ..]) => add_part::<8, 1>(&rows, pairs, [&a[first..]], at, to),
-                        (_, [a, b]) => add_part::<2, 2>(&rows, pairs, [&a[first..], &b[first..]], at, to),
-                        (_, [a, ..]) => add_part::<2, 1>(&rows, pairs, [&a[first..]], at, to),
+                        (128.., [a, b]) => add_part::<8, 2>(rows, pairs, [&a[first..], &b[first..]], at, to),
+                        (128.., [a, ..]) => add_part::<8, 1>(rows, pairs, [&a[first..]], at, to),
+                        (_, [a, b]) => add_part::<2, 2>(rows, pairs, [&a[first..], &b[first..]], at, to),
+                        (_, [a, ..]) => add_part::<2, 1>(rows, pairs, [&a[first..]], at, to),
                         (_, []) => dim,
                     }
                 };
@@ -221,7 +253,7 @@ impl Part<'_> {
         }
     }
 
-    /// The head of a key of this split, as pairs.
+    /// The first of `kv_head`'s pairs of a key of this split.
     #[inline]
     fn token(&self, task: &Attention<'_>, half: Half, key: usize, kv_head: usize) -> *const u32 {
         task.token::<bf16>(self.seq.table_start, self.first + key, half, kv_head).cast()

@@ -9,7 +9,7 @@ pub const ROWS: usize = 6;
 
 /// Words between what is used and what is fetched ahead, into L2: 16 KiB are some 250 ns of a thread's share of 60 GB/s,
 /// more than memory's latency on a busy machine.
-const PREFETCH: usize = 4096;
+pub const PREFETCH: usize = 4096;
 
 /// Operands of one tile: `c[i, j] (+)= sum over p of a[i, p] . b[p, j]`, words being pairs of bf16.
 #[derive(Clone, Copy)]

@@ -1,4 +1,4 @@
-//! `y = x · Wᵀ (+ bias) (+ y)` with a packed bf16 weight, for any number of rows, on any CPU.
+//! `y = x · Wᵀ (+ bias) (+ y)` with a packed weight, for any number of rows, on any CPU.
 //!
 //! One row reads each weight once, in order, at the speed of memory. Up to [`FEW_ROWS`] rows do too: a piece of a panel
 //! stays in L1 while all rows use it. More rows are blocked so that a block of activations stays in L2 while panels of
@@ -13,14 +13,14 @@ use half::bf16;
 
 use super::attention::{Output, Rows};
 use super::finish::{Finish, Linear, SiluMul};
-use super::packed::{COLUMNS, PackedBf16};
+use super::packed::{COLUMNS, Packed, Precision};
 use super::tiles::{Piece, ROWS, Tiles, Words, floats};
-use super::{Element, Isa, dispatch, team};
+use super::{Element, Isa, dispatch, int8, team};
 
 /// Up to this many rows the weight's bandwidth counts, not arithmetic: it is then read in memory order.
 const FEW_ROWS: usize = 4 * ROWS;
-/// Pairs of a piece when several tiles of few rows use it: 64 x 256 B = 16 KiB, half of L1.
-const FEW_PAIRS: usize = 64;
+/// Words of a piece's column when several tiles of few rows use it: 64 x 256 B = 16 KiB, half of L1.
+const FEW_WORDS: usize = 64;
 /// Panels of a task: few enough that threads end together, enough that a block is fetched into L2 for good use. Even, so
 /// that a gate and its other half are in the same task.
 const TASK_PANELS: usize = 4;
@@ -51,18 +51,18 @@ impl Input<'_> {
 ///
 /// Where [`Isa::computes_bf16`], f32 activations are rounded to bf16 first; else bf16 ones are widened. Sums are f32.
 /// Panics if a slice is not as long as the sizes say or the CPU lacks `isa`, which is a bug of the caller.
-pub fn matmul(isa: Isa, x: Input<'_>, w: &PackedBf16, bias: Option<&[f32]>, y: &mut [f32], add: bool) {
+pub fn matmul(isa: Isa, x: Input<'_>, w: &Packed, bias: Option<&[f32]>, y: &mut [f32], add: bool) {
     let m = x.len() / w.k();
     assert!(y.len() == m * w.n() && !w.is_gated(), "{m} rows of {}x{}. This is a bug.", w.n(), w.k());
     assert!(bias.is_none_or(|bias| bias.len() == w.n()), "bias of {}. This is a bug.", w.n());
     product(isa, x, w, &Linear { y: Rows(y.as_mut_ptr()), n: w.n(), bias, add });
 }
 
-/// `out[m, n / 2] = silu(x · gateᵀ) * (x · upᵀ)` with the two weights in `w`, packed by [`PackedBf16::gated`];
+/// `out[m, n / 2] = silu(x · gateᵀ) * (x · upᵀ)` with the two weights in `w`, packed by [`Packed::gated`];
 /// `silu(x) = x / (1 + e^-x)`.
 ///
 /// Panics as [`matmul`].
-pub fn silu_mul(isa: Isa, x: Input<'_>, w: &PackedBf16, out: Output<'_>) {
+pub fn silu_mul(isa: Isa, x: Input<'_>, w: &Packed, out: Output<'_>) {
     let (m, n) = (x.len() / w.k(), w.n() / 2);
     assert!(out.len() == m * n && w.is_gated(), "{m} rows of {n}x{}. This is a bug.", w.k());
     match out {
@@ -71,50 +71,65 @@ pub fn silu_mul(isa: Isa, x: Input<'_>, w: &PackedBf16, out: Output<'_>) {
     }
 }
 
-fn product<F: Finish>(isa: Isa, x: Input<'_>, w: &PackedBf16, finish: &F) {
+fn product<F: Finish>(isa: Isa, x: Input<'_>, w: &Packed, finish: &F) {
     let m = x.len() / w.k();
     assert!(isa.is_available(), "no {} here. This is a bug.", isa.as_str());
     assert!(x.len() == m * w.k(), "rows of {}. This is a bug.", w.k());
     if m == 0 {
         return;
     }
-    with_rows(isa, x, w, |a, a_row| {
-        let product = Product { isa, a, a_row, w, finish };
+    with_rows(isa, x, w, |activations| {
+        let product = Product { isa, x: activations, w, finish };
         if m <= FEW_ROWS { product.few_rows(m) } else { product.many_rows(m) }
     });
 }
 
-/// Calls `then` with the activations as words in the form that `isa` computes with, and the distance of rows. Converts,
-/// and pads inputs with zeros, where they are in another form.
-fn with_rows(isa: Isa, x: Input<'_>, w: &PackedBf16, then: impl FnOnce(*const u32, usize)) {
-    thread_local!(static WORDS: RefCell<Words> = RefCell::default());
-    let (k, width) = (w.k(), 2 * w.pairs());
+/// Rows of words in the form that the tiles want.
+#[derive(Clone, Copy)]
+struct Activations<'a> {
+    words: *const u32,
+    row: usize,
+    /// Words for each one of a panel's column.
+    per_word: usize,
+    /// For int8: what a byte of each row stands for.
+    factors: &'a [f32],
+}
+
+/// Calls `then` with the activations in the form that `isa` computes with. Converts, and pads inputs with zeros, where
+/// they are in another.
+fn with_rows(isa: Isa, x: Input<'_>, w: &Packed, then: impl FnOnce(Activations<'_>)) {
+    thread_local!(static BUFFERS: RefCell<(Words, Vec<f32>)> = RefCell::default());
+    let k = w.k();
+    let per_word = if w.precision() == Precision::Bf16 { isa.pair_words() } else { 1 };
+    let row = w.depth() * per_word;
     // Rows of tiles that straddle cache lines would take twice the time.
     let aligned = |address: usize| isa != Isa::AmxBf16 || address.is_multiple_of(64);
-    match (isa.computes_bf16(), x) {
-        (true, Input::Bf16(x)) if k == width && aligned(x.as_ptr() as usize) => {
-            then(x.as_ptr().cast(), width / 2);
+    let as_it_is = |words| Activations { words, row, per_word, factors: &[] };
+    match (w.precision(), isa.computes_bf16(), x) {
+        (Precision::Bf16, true, Input::Bf16(x)) if k == 2 * row && aligned(x.as_ptr() as usize) => {
+            return then(as_it_is(x.as_ptr().cast()));
         }
-        (false, Input::F32(x)) if k == width => then(x.as_ptr().cast(), width),
-        (true, x) => WORDS.with_borrow_mut(|words| {
-            let words = words.get(x.len() / k * width / 2);
-            let rows: &mut [bf16] = bytemuck::cast_slice_mut(words);
-            match x {
-                Input::F32(x) => copy_rows(x, k, rows, width, narrow),
-                Input::Bf16(x) => copy_rows(x, k, rows, width, |from, to| to.copy_from_slice(from)),
-            }
-            then(words.as_ptr(), width / 2);
-        }),
-        (false, x) => WORDS.with_borrow_mut(|words| {
-            let words = words.get(x.len() / k * width);
-            let rows = floats(words);
-            match x {
-                Input::F32(x) => copy_rows(x, k, rows, width, |from, to| to.copy_from_slice(from)),
-                Input::Bf16(x) => copy_rows(x, k, rows, width, super::widen_into),
-            }
-            then(words.as_ptr(), width);
-        }),
+        (Precision::Bf16, false, Input::F32(x)) if k == row => return then(as_it_is(x.as_ptr().cast())),
+        _ => {}
     }
+    BUFFERS.with_borrow_mut(|(words, factors)| {
+        let words = words.get(x.len() / k * row);
+        match (w.precision(), isa.computes_bf16()) {
+            (Precision::Int8, _) => int8::quantize_rows(x, k, words, row, factors),
+            (Precision::Bf16, true) => {
+                let (rows, width): (&mut [bf16], usize) = (bytemuck::cast_slice_mut(words), 2 * row);
+                match x {
+                    Input::F32(x) => copy_rows(x, k, rows, width, narrow),
+                    Input::Bf16(x) => copy_rows(x, k, rows, width, |from, to| to.copy_from_slice(from)),
+                }
+            }
+            (Precision::Bf16, false) => match x {
+                Input::F32(x) => copy_rows(x, k, floats(words), row, |from, to| to.copy_from_slice(from)),
+                Input::Bf16(x) => copy_rows(x, k, floats(words), row, super::widen_into),
+            },
+        }
+        then(Activations { words: words.as_ptr(), row, per_word, factors });
+    });
 }
 
 fn copy_rows<A, B: bytemuck::Zeroable>(
@@ -142,35 +157,34 @@ dispatch! {
 /// One product, shared by the threads that compute parts of it.
 struct Product<'a, F> {
     isa: Isa,
-    a: *const u32,
-    a_row: usize,
-    w: &'a PackedBf16,
+    x: Activations<'a>,
+    w: &'a Packed,
     finish: &'a F,
 }
 
 // SAFETY: tasks finish disjoint (row, panel) parts and only read everything else.
 unsafe impl<F: Finish> Sync for Product<'_, F> {}
 
-/// Rows, panels and pairs that are summed in one go.
+/// Rows, panels and words of a column that are summed in one go.
 struct Part {
     rows: Range<usize>,
     panels: Range<usize>,
-    pairs: Range<usize>,
+    words: Range<usize>,
     stream: bool,
 }
 
 impl<F: Finish> Product<'_, F> {
     fn few_rows(&self, m: usize) {
-        let (panels, pairs) = (self.w.panels(), self.w.pairs());
-        let step = if m <= ROWS || self.isa == Isa::AmxBf16 { pairs } else { FEW_PAIRS };
+        let (panels, depth) = (self.w.panels(), self.w.depth());
+        let step = if m <= ROWS || self.isa == Isa::AmxBf16 { depth } else { FEW_WORDS };
         let per_task = panels.div_ceil(team::threads() * TASKS_PER_THREAD).next_multiple_of(F::PANELS);
         self.each_task(panels.div_ceil(per_task), per_task * m, |task, tiles, sums| {
             let range = task * per_task..panels.min((task + 1) * per_task);
             for panel in range.clone() {
                 let sums = &mut sums[(panel - range.start) * m * COLUMNS..];
-                for pair in (0..pairs).step_by(step) {
-                    let pairs = pair..pairs.min(pair + step);
-                    self.sum(tiles, Part { rows: 0..m, panels: panel..panel + 1, pairs, stream: true }, sums);
+                for word in (0..depth).step_by(step) {
+                    let words = word..depth.min(word + step);
+                    self.sum(tiles, Part { rows: 0..m, panels: panel..panel + 1, words, stream: true }, sums);
                 }
             }
             self.finish(0..m, range, sums);
@@ -178,15 +192,15 @@ impl<F: Finish> Product<'_, F> {
     }
 
     fn many_rows(&self, m: usize) {
-        let (panels, pairs) = (self.w.panels(), self.w.pairs());
+        let (panels, depth) = (self.w.panels(), self.w.depth());
         let (block, step) = block(self.isa, m);
         let groups = panels.div_ceil(TASK_PANELS);
         self.each_task(m.div_ceil(block) * groups, TASK_PANELS * block, |task, tiles, sums| {
             let rows = task / groups * block..m.min((task / groups + 1) * block);
             let range = task % groups * TASK_PANELS..panels.min((task % groups + 1) * TASK_PANELS);
-            for pair in (0..pairs).step_by(step) {
-                let pairs = pair..pairs.min(pair + step);
-                self.sum(tiles, Part { rows: rows.clone(), panels: range.clone(), pairs, stream: false }, sums);
+            for word in (0..depth).step_by(step) {
+                let words = word..depth.min(word + step);
+                self.sum(tiles, Part { rows: rows.clone(), panels: range.clone(), words, stream: false }, sums);
             }
             self.finish(rows, range, sums);
         });
@@ -204,40 +218,46 @@ impl<F: Finish> Product<'_, F> {
         });
     }
 
-    /// Adds the part to `sums`, `[panels][rows][COLUMNS]`; the first pairs start them.
+    /// Adds the part to `sums`, `[panels][rows][COLUMNS]`; the first words start them.
     fn sum(&self, tiles: &mut Tiles, part: Part, sums: &mut [f32]) {
-        let Part { rows, panels, pairs, stream } = part;
+        let Part { rows, panels, words, stream } = part;
         let size = rows.len() * COLUMNS;
         for (panel, sums) in panels.zip(sums.chunks_exact_mut(size)) {
-            let first = (panel * self.w.pairs() + pairs.start) * COLUMNS;
-            let b = self.w.words()[first..first + pairs.len() * COLUMNS].as_ptr();
-            let at = rows.start * self.a_row + pairs.start * self.isa.pair_words();
+            let first = (panel * self.w.depth() + words.start) * COLUMNS;
+            let b = self.w.words()[first..first + words.len() * COLUMNS].as_ptr();
             let piece = Piece {
-                pairs: pairs.len(),
-                a: self.a.wrapping_add(at),
-                a_row: self.a_row,
+                precision: self.w.precision(),
+                depth: words.len(),
+                a: self.x.words.wrapping_add(rows.start * self.x.row + words.start * self.x.per_word),
+                a_row: self.x.row,
                 b,
-                c: sums.as_mut_ptr(),
+                c: sums.as_mut_ptr().cast(),
                 c_row: COLUMNS,
-                add: pairs.start > 0,
+                add: words.start > 0,
                 stream,
             };
-            // SAFETY: rows and pairs are inside the activations, the panel's pairs inside the weight (checked above), and
+            // SAFETY: rows and words are inside the activations, the panel's words inside the weight (checked above), and
             // the sums have a row for each.
             unsafe { tiles.product(rows.len(), &piece) };
         }
     }
 
-    fn finish(&self, rows: Range<usize>, panels: Range<usize>, sums: &[f32]) {
-        let size = F::PANELS * rows.len() * COLUMNS;
-        for (panel, sums) in panels.step_by(F::PANELS).zip(sums.chunks_exact(size)) {
+    fn finish(&self, rows: Range<usize>, panels: Range<usize>, sums: &mut [f32]) {
+        let size = rows.len() * COLUMNS;
+        for (panel, sums) in panels.clone().zip(sums.chunks_exact_mut(size)) {
+            let Some(scales) = self.w.scales(panel) else { break };
+            for (sums, factor) in sums.chunks_exact_mut(COLUMNS).zip(&self.x.factors[rows.clone()]) {
+                int8::dequantize(sums, scales, *factor);
+            }
+        }
+        for (panel, sums) in panels.step_by(F::PANELS).zip(sums.chunks_exact(F::PANELS * size)) {
             // SAFETY: rows and panels are inside the output, and this task's alone.
             unsafe { self.finish.rows(rows.clone(), panel, sums) };
         }
     }
 }
 
-/// Rows of a block and pairs of a piece. Of blocks about equal, with whole tiles.
+/// Rows of a block and words of a piece's columns. Of blocks about equal, with whole tiles.
 fn block(isa: Isa, m: usize) -> (usize, usize) {
     let (rows, tile, pairs) = match isa {
         // A piece of a block is 384 KiB and its sums as much, in 2 MiB of L2; the piece of a panel is 64 KiB.
@@ -265,7 +285,7 @@ mod tests {
     /// Sums in f64 of the bf16 inputs, which every path computes with exactly.
     fn check(isa: Isa, (m, n, k): (usize, usize, usize), bias: bool, add: bool, round: bool) {
         let (x, w) = (values(m * k, 1), values(n * k, 2));
-        let packed = PackedBf16::new(&mut Arena::default(), &[bytemuck::cast_slice(&w)], k).unwrap();
+        let packed = Packed::new(&mut Arena::default(), &[bytemuck::cast_slice(&w)], k, Precision::Bf16).unwrap();
         let wide: Vec<f32> = x.iter().map(|x| x.to_f32()).collect();
         let bias: Option<Vec<f32>> = bias.then(|| (0..n).map(|i| i as f32 / 8.0).collect());
         let mut y = vec![if add { 0.5 } else { f32::NAN }; m * n];
@@ -306,7 +326,7 @@ mod tests {
     fn a_row_is_the_same_alone_and_among_others() {
         let (n, k) = (192, 1500);
         let (x, w) = (values(300 * k, 3), values(n * k, 4));
-        let packed = PackedBf16::new(&mut Arena::default(), &[bytemuck::cast_slice(&w)], k).unwrap();
+        let packed = Packed::new(&mut Arena::default(), &[bytemuck::cast_slice(&w)], k, Precision::Bf16).unwrap();
         for isa in Isa::available() {
             let mut alone = vec![0f32; n];
             matmul(isa, Input::Bf16(&x[..k]), &packed, None, &mut alone, false);

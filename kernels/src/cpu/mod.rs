@@ -16,6 +16,7 @@ mod dp;
 mod exact;
 mod exp;
 mod finish;
+mod int8;
 pub mod isa;
 pub mod linear;
 pub mod matmul;
@@ -25,6 +26,7 @@ pub mod priority;
 pub mod qkv;
 #[cfg(target_arch = "x86_64")]
 mod simd;
+pub mod roof;
 mod soften;
 pub mod team;
 mod tiles;
@@ -34,7 +36,7 @@ pub use arena::Arena;
 pub use attention::{Attention, Output};
 pub use isa::Isa;
 pub use matmul::{Input, matmul};
-pub use packed::PackedBf16;
+pub use packed::{Packed, Precision};
 
 /// Compiles `$body` as `fn $name` for three widths of registers and picks the widest that the CPU has.
 macro_rules! dispatch {

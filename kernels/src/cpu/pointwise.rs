@@ -2,7 +2,7 @@
 
 use super::attention::{Output, Rows};
 use super::finish::silu_row;
-use super::packed::PackedBf16;
+use super::packed::Packed;
 use super::{Element, dispatch, dot, team, widen_into};
 
 /// Rows handed to one thread at a time: enough work to pay for the hand-over.
@@ -45,7 +45,7 @@ fn halves<E: Element>(row: &[f32], out: &mut [E]) {
 }
 
 /// Rows `ids` of a packed table `[n, k]`, widened, into `out[ids.len(), k]`.
-pub fn embed_packed(table: &PackedBf16, ids: &[u32], out: &mut [f32]) {
+pub fn embed_packed(table: &Packed, ids: &[u32], out: &mut [f32]) {
     let width = table.k();
     assert!(out.len() == ids.len() * width, "embedding rows of {width}. This is a bug.");
     each_row(ids, 1, out, width, |id, out| table.row(id[0] as usize, out));

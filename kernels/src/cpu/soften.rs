@@ -77,14 +77,21 @@ impl Softmax {
 
 dispatch! {
     fn largest(scores: &[f32]) -> f32 {
-        let mut lanes = [f32::NEG_INFINITY; 64];
-        let (chunks, rest) = scores.as_chunks::<64>();
+        const LANES: usize = 64;
+        // No NaN is expected, and what f32::max does about it costs three instructions.
+        let higher = |a: f32, b: f32| if a > b { a } else { b };
+        let mut lanes = [f32::NEG_INFINITY; LANES];
+        let (chunks, rest) = scores.as_chunks::<LANES>();
         for chunk in chunks {
-            for (lane, score) in lanes.iter_mut().zip(chunk) {
-                *lane = if *score > *lane { *score } else { *lane };
-            }
+            (0..LANES).for_each(|i| lanes[i] = higher(chunk[i], lanes[i]));
         }
-        lanes.iter().chain(rest).copied().fold(f32::NEG_INFINITY, f32::max)
+        (0..rest.len()).for_each(|i| lanes[i] = higher(rest[i], lanes[i]));
+        let mut width = LANES / 2;
+        while width > 0 {
+            (0..width).for_each(|i| lanes[i] = higher(lanes[i + width], lanes[i]));
+            width /= 2;
+        }
+        lanes[0]
     }
 }
 

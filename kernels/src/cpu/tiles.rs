@@ -2,7 +2,8 @@
 
 #[cfg(target_arch = "x86_64")]
 use super::{amx, dp};
-use super::{Isa, widen};
+use super::packed::Precision;
+use super::{Isa, int8, widen};
 
 /// Rows that the register tiles take at once; AMX takes more. Callers that choose their number of rows choose multiples.
 pub const ROWS: usize = widen::ROWS;
@@ -10,15 +11,18 @@ pub const ROWS: usize = widen::ROWS;
 /// Operands: `c[i, j] (+)= sum over p of a[i, p] . b[p, j]` for the columns `j` of a panel.
 #[derive(Clone, Copy)]
 pub struct Piece {
-    /// Pairs to sum over: a multiple of [`super::packed::PAIRS`].
-    pub pairs: usize,
-    /// Rows of pairs, `a_row` words apart. A pair is one word of two bf16 where [`Isa::computes_bf16`], else two of f32.
+    /// Of the panel, and so of the rows.
+    pub precision: Precision,
+    /// Words of a column to sum over: a multiple of [`super::packed::STEP`].
+    pub depth: usize,
+    /// Rows, `a_row` words apart. To a word of the panel belongs for int8 one of four unsigned bytes; for bf16 one of two
+    /// bf16 where [`Isa::computes_bf16`], else two of f32.
     pub a: *const u32,
     pub a_row: usize,
-    /// [`super::packed::COLUMNS`] words of two bf16 for each pair, one after another.
+    /// [`super::packed::COLUMNS`] words for each one of a column.
     pub b: *const u32,
-    /// As many sums for each row, `c_row` apart.
-    pub c: *mut f32,
+    /// As many sums for each row, `c_row` apart: f32, or i32 for int8.
+    pub c: *mut u32,
     pub c_row: usize,
     /// Start from what `c` holds.
     pub add: bool,
@@ -52,11 +56,11 @@ impl Tiles {
     pub unsafe fn product(&mut self, rows: usize, piece: &Piece) {
         #[cfg(target_arch = "x86_64")]
         if let Some(session) = &mut self.amx {
-            let Piece { pairs, a, a_row, b, c, c_row, add, stream } = *piece;
-            let (kind, steps, c) = (amx::Kind::Bf16, pairs / amx::STEP, c.cast());
+            let Piece { precision, depth, a, a_row, b, c, c_row, add, stream } = *piece;
+            let steps = depth / amx::STEP;
             // SAFETY: passed on from the caller.
             return unsafe {
-                session.run(rows, &amx::Tile { kind, steps, a, a_row, b, c, c_row, add, stream })
+                session.run(rows, &amx::Tile { precision, steps, a, a_row, b, c, c_row, add, stream })
             };
         }
         let tiles = rows.div_ceil(ROWS);
@@ -73,10 +77,15 @@ impl Tiles {
     /// # Safety
     /// As [`Self::product`], for `rows` rows from `first`.
     unsafe fn tile(&self, rows: usize, first: usize, piece: &Piece, lines: (usize, usize)) {
-        let Piece { pairs, a_row, b, c_row, add, .. } = *piece;
+        let Piece { depth: pairs, a_row, b, c_row, add, .. } = *piece;
         // SAFETY: passed on from the caller, who also vouched for the CPU.
         unsafe {
             let (a, c) = (piece.a.add(first * a_row), piece.c.add(first * c_row));
+            if piece.precision == Precision::Int8 {
+                let (depth, c) = (pairs, c.cast());
+                return int8::Tile { depth, a, a_row, b, c, c_row, add, prefetch: lines }.run(self.isa, rows);
+            }
+            let c = c.cast::<f32>();
             let wide = widen::Tile { pairs, a: a.cast(), a_row, b, c, c_row, add };
             match self.isa {
                 #[cfg(target_arch = "x86_64")]
@@ -90,7 +99,6 @@ impl Tiles {
                 _ => wide.portable(rows),
             }
         }
-        let _ = lines;
     }
 }
 

@@ -4,13 +4,13 @@ use candle_core::{CpuStorage, InplaceOp1, InplaceOp2, InplaceOp3, Layout, Result
 
 use super::{f32_slice, f32_slice_mut, input, output, range};
 use crate::cpu::pointwise::{embed, embed_packed};
-use crate::cpu::{self, Isa, PackedBf16};
+use crate::cpu::{self, Isa, Packed, Precision};
 
 /// The weight `[out, in]` of a linear layer or an embedding table.
 #[derive(Debug)]
 pub enum Weight {
-    /// bf16, in the kernels' own order.
-    Packed(PackedBf16),
+    /// bf16 or int8, in the kernels' own order.
+    Packed(Packed),
     /// f32 or f16 as it is stored: exact, and slower.
     Stored(Tensor),
 }
@@ -32,9 +32,9 @@ impl Weight {
         }
     }
 
-    /// True if activations are rounded to bf16 to be multiplied with this weight, so that they may be stored so.
+    /// True if activations are rounded to bf16 (or bytes) to be multiplied with this weight, so that they may be stored so.
     pub fn computes_bf16(&self) -> bool {
-        matches!(self, Weight::Packed(packed) if isa(packed).computes_bf16())
+        matches!(self, Weight::Packed(packed) if packed.k() >= BF16_INPUTS && Isa::detect().computes_bf16())
     }
 }
 
@@ -44,8 +44,9 @@ impl Weight {
 const BF16_INPUTS: usize = 512;
 
 /// What products with this weight run on.
-fn isa(w: &PackedBf16) -> Isa {
-    if w.k() < BF16_INPUTS { Isa::detect().min(Isa::Avx512) } else { Isa::detect() }
+fn isa(w: &Packed) -> Isa {
+    let exact = w.precision() == Precision::Bf16 && w.k() < BF16_INPUTS;
+    if exact { Isa::detect().min(Isa::Avx512) } else { Isa::detect() }
 }
 
 /// `y[rows, out] = x[rows, in] · wᵀ + bias[out]`, plus what `y` holds if `add`; `y` and `bias` f32, `x` f32 or bf16.
@@ -54,12 +55,12 @@ pub fn linear(y: &Tensor, x: &Tensor, w: &Weight, bias: Option<&Tensor>, add: bo
         bail!("linear: {:?} = {:?} by [{}, {}] does not fit", y.shape(), x.shape(), w.rows(), w.columns())
     }
     match w {
-        Weight::Packed(w) => y.inplace_op2(x, &Packed { w, bias, add }),
+        Weight::Packed(w) => y.inplace_op2(x, &Product { w, bias, add }),
         Weight::Stored(w) => y.inplace_op3(x, w, &Stored { bias, add }),
     }
 }
 
-/// `out[rows, n] = silu(x · gateᵀ) * (x · upᵀ)`: `w[2 n, in]` is both weights, packed by [`PackedBf16::gated`] or stored one
+/// `out[rows, n] = silu(x · gateᵀ) * (x · upᵀ)`: `w[2 n, in]` is both weights, packed by [`Packed::gated`] or stored one
 /// below the other. `scratch`, f32 `[rows, 2 n]`, is for stored ones only.
 pub fn gate_up(out: &Tensor, x: &Tensor, w: &Weight, scratch: impl FnOnce() -> Result<Tensor>) -> Result<()> {
     if x.dims().last() != Some(&w.columns()) || out.dims().last() != Some(&(w.rows() / 2)) {
@@ -89,13 +90,13 @@ pub fn embedding(out: &Tensor, table: &Weight, ids: &[u32]) -> Result<()> {
     }
 }
 
-struct Packed<'a> {
-    w: &'a PackedBf16,
+struct Product<'a> {
+    w: &'a Packed,
     bias: Option<&'a Tensor>,
     add: bool,
 }
 
-impl InplaceOp2 for Packed<'_> {
+impl InplaceOp2 for Product<'_> {
     fn name(&self) -> &'static str {
         "linear_packed"
     }
@@ -106,7 +107,7 @@ impl InplaceOp2 for Packed<'_> {
     }
 }
 
-struct Gated<'a>(&'a PackedBf16);
+struct Gated<'a>(&'a Packed);
 
 impl InplaceOp2 for Gated<'_> {
     fn name(&self) -> &'static str {
@@ -161,7 +162,7 @@ fn with_bias<T>(bias: Option<&Tensor>, then: impl FnOnce(Option<&[f32]>) -> T) -
 
 struct LookUp<'a> {
     /// The packed table; else it is the op's second tensor.
-    table: Option<&'a PackedBf16>,
+    table: Option<&'a Packed>,
     ids: &'a [u32],
 }
 
