@@ -110,7 +110,7 @@ impl Config {
     /// Checks what the command line's grammar cannot. `var` reads the environment, for where models come from.
     pub fn from_args(args: Args, var: impl Fn(&str) -> Option<String>) -> Result<Self, ConfigError> {
         let model_source = SourceOptions::from_vars(var);
-        let model = args.model.ok_or(ConfigError::NoModel)?;
+        let model = args.model.clone().ok_or(ConfigError::NoModel)?;
         check_model(&model, &model_source)?;
         for (flag, urls) in [("worker-url", &args.frontend.worker_url), ("decode", &args.frontend.decode)] {
             if let Some(value) = urls.first().cloned() {

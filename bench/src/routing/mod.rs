@@ -155,7 +155,7 @@ pub async fn run(args: Args) -> Result<()> {
             Ok(dir)
         };
         let events = worker(&args, &dir("events")?, &["--kv-events"]).await?;
-        pairs.push(Pair { events, silent: worker(&args, &dir("silent")?, &[]).await? });
+        pairs.push(Pair { events, silent: worker(&args, &dir("silent")?, &["--no-kv-events"]).await? });
     }
     let alphabet = prompts::alphabet(&Client::new(pairs[0].events.url())).await?;
     let mut runs = Vec::new();

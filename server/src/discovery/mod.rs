@@ -16,7 +16,7 @@ mod roster;
 mod scan;
 mod store;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use std::fmt::Debug;
 
@@ -33,7 +33,10 @@ pub enum Change {
     Joined(WorkerRecord),
     /// Same incarnation, other content: it drains, for example.
     Changed(WorkerRecord),
-    Left { worker: WorkerId, reason: String },
+    Left {
+        worker: WorkerId,
+        reason: String,
+    },
 }
 
 /// Why the discovery backend cannot be used.

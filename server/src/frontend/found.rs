@@ -50,11 +50,20 @@ pub async fn keep(front: Arc<Front>, discovery: Arc<dyn Discovery>, mut changes:
 
 fn meet(front: &Arc<Front>, record: WorkerRecord, found: &mut HashMap<PeerUrl, Found>) {
     let Ok(url) = peer_url("url", &record.url) else {
-        return tracing::warn!(url = record.url, worker_id = record.worker_id, "a worker's URL cannot be used");
+        return tracing::warn!(
+            url = record.url,
+            worker_id = record.worker_id,
+            "a worker's URL cannot be used"
+        );
     };
     // A folder or an etcd may have other deployments' workers, too.
     if let Some(ours) = front.model().filter(|ours| !record.model.is_empty() && *ours != record.model) {
-        return tracing::info!(url = record.url, model = record.model, ours, "a worker of another model is left alone");
+        return tracing::info!(
+            url = record.url,
+            model = record.model,
+            ours,
+            "a worker of another model is left alone"
+        );
     }
     if let Some(known) = found.get_mut(&url).filter(|known| known.worker.role == record.role) {
         known.owner = record.incarnation;
@@ -70,7 +79,12 @@ fn meet(front: &Arc<Front>, record: WorkerRecord, found: &mut HashMap<PeerUrl, F
         // It is on the command line, too.
         return;
     }
-    tracing::info!(worker = worker.name, role = record.role.as_str(), worker_id = record.worker_id, "a worker joined");
+    tracing::info!(
+        worker = worker.name,
+        role = record.role.as_str(),
+        worker_id = record.worker_id,
+        "a worker joined"
+    );
     let probes = tokio::spawn(probe::keep(front.clone(), worker.clone()));
     found.insert(url, Found { owner: record.incarnation, worker, probes });
 }

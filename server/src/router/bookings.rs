@@ -139,7 +139,8 @@ impl Bookings {
 
     /// Gives up bookings whose lease is over; how many there were.
     pub fn expire(&mut self, now: Duration) -> usize {
-        let late: Vec<_> = self.open.iter().filter(|(_, open)| open.deadline <= now).map(|(id, _)| *id).collect();
+        let late: Vec<_> =
+            self.open.iter().filter(|(_, open)| open.deadline <= now).map(|(id, _)| *id).collect();
         late.iter().for_each(|id| self.finish(*id));
         late.len()
     }
@@ -164,7 +165,9 @@ impl Bookings {
     /// How many of `keys`, from the first on, running requests hold on the worker. Bookings hold whole prompts, so that
     /// the answer can be found by bisection.
     pub fn active_blocks(&self, worker: WorkerId, keys: &[BlockKey]) -> u32 {
-        let Some(active) = self.workers.get(&worker).filter(|active| !active.blocks.is_empty()) else { return 0 };
+        let Some(active) = self.workers.get(&worker).filter(|active| !active.blocks.is_empty()) else {
+            return 0;
+        };
         keys.partition_point(|key| active.blocks.contains_key(key)) as u32
     }
 
@@ -328,7 +331,10 @@ mod tests {
         bookings.generated(alive, 5, secs(299));
         assert_eq!(bookings.expire(secs(299)), 0);
         assert_eq!(bookings.expire(secs(300)), 1);
-        assert_eq!((bookings.load(WorkerId(1)).active_requests, bookings.load(WorkerId(3))), (1, Load::default()));
+        assert_eq!(
+            (bookings.load(WorkerId(1)).active_requests, bookings.load(WorkerId(3))),
+            (1, Load::default())
+        );
         bookings.finish(lost);
         assert_eq!(bookings.expire(secs(599)), 1);
         assert_eq!(bookings.load(WorkerId(1)), Load::default());

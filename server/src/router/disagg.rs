@@ -167,7 +167,11 @@ mod tests {
         let blank = |tokens| Side { uncached_tokens: tokens, ..Side::default() };
         for tokens in [0, 1, 100_000] {
             let estimate = decide(DisaggPolicy::Auto, blank(tokens), blank(tokens));
-            assert!(estimate.local_cost_ms.is_finite() && estimate.remote_cost_ms.is_finite() && !estimate.measured);
+            assert!(
+                estimate.local_cost_ms.is_finite()
+                    && estimate.remote_cost_ms.is_finite()
+                    && !estimate.measured
+            );
         }
         let mut odd = side(10, 0, 0);
         odd.speeds.prefill_tokens_per_sec = Some(0.0);

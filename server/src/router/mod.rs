@@ -22,8 +22,8 @@ pub mod source;
 pub mod view;
 pub mod worker;
 
+pub use policy::{Choice, Draw, NoWorker, RequestBlocks, RoutePolicy};
 pub use prompt::Prompt;
 pub use shared::{Booking, Router, RouterConfig};
-pub use policy::{Choice, Draw, NoWorker, RequestBlocks, RoutePolicy};
 pub use view::{ClusterView, IndexSource, Load, WorkerView};
 pub use worker::{Condition, WorkerId, WorkerRole};

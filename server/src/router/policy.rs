@@ -128,7 +128,9 @@ pub enum NoWorker {
     #[error("all {workers} workers are overloaded")]
     Overloaded { workers: usize },
     /// There are workers, and none takes requests now.
-    #[error("none of {workers} workers takes requests: {draining} draining, {failed} failed, {refused} refused, {overloaded} overloaded")]
+    #[error(
+        "none of {workers} workers takes requests: {draining} draining, {failed} failed, {refused} refused, {overloaded} overloaded"
+    )]
     Unavailable { workers: usize, draining: usize, failed: usize, refused: usize, overloaded: usize },
 }
 
@@ -141,5 +143,10 @@ pub trait RoutePolicy: Debug + Send + Sync {
     fn uses_overlap(&self) -> bool;
 
     /// Picks among the workers that take requests ([`super::WorkerView::is_candidate`]).
-    fn choose(&self, request: &RequestBlocks<'_>, cluster: &ClusterView, draw: Draw) -> Result<Choice, NoWorker>;
+    fn choose(
+        &self,
+        request: &RequestBlocks<'_>,
+        cluster: &ClusterView,
+        draw: Draw,
+    ) -> Result<Choice, NoWorker>;
 }

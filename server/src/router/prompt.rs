@@ -27,7 +27,11 @@ impl Prompt {
             parent = hash::chain(parent, block);
             BlockKey(parent.key())
         };
-        Self { keys: tokens.chunks_exact(block_size).map(name).collect(), num_tokens: tokens.len(), block_size }
+        Self {
+            keys: tokens.chunks_exact(block_size).map(name).collect(),
+            num_tokens: tokens.len(),
+            block_size,
+        }
     }
 
     /// Blocks of a text that is not tokenized here, for workers that are no kvferry workers: these names are known to
@@ -71,7 +75,8 @@ mod tests {
     #[test]
     fn a_salt_gives_other_names() {
         let tokens: Vec<TokenId> = (0..64).collect();
-        let names = [None, Some(""), Some("t1"), Some("t2")].map(|salt| Prompt::from_tokens(&tokens, salt, 16).keys);
+        let names =
+            [None, Some(""), Some("t1"), Some("t2")].map(|salt| Prompt::from_tokens(&tokens, salt, 16).keys);
         for (index, a) in names.iter().enumerate() {
             assert!(names[index + 1..].iter().all(|b| a.iter().all(|key| !b.contains(key))));
         }
@@ -80,7 +85,8 @@ mod tests {
     #[test]
     fn texts_share_what_they_begin_with() {
         let text = |tail: char| "a system prompt for all ".repeat(20) + &tail.to_string().repeat(100);
-        let (one, two) = (Prompt::from_text(text('x').as_bytes(), 16), Prompt::from_text(text('y').as_bytes(), 16));
+        let (one, two) =
+            (Prompt::from_text(text('x').as_bytes(), 16), Prompt::from_text(text('y').as_bytes(), 16));
         let same = one.keys.iter().zip(two.keys.iter()).take_while(|(a, b)| a == b).count();
         assert_eq!((same, one.keys.len(), one.blocks().num_blocks()), (7, 9, 10));
         assert_eq!(Prompt::from_text(b"", 16).blocks().num_blocks(), 0);

@@ -178,7 +178,10 @@ mod tests {
         assert_eq!(source.tick(secs(1010)), Some(SourceCode::NotObserved));
         assert_eq!(source.current(), IndexSource::Approximate);
         assert_eq!(source.observed(secs(1020)), Some(SourceCode::Recovered));
-        assert_eq!((source.current(), source.alarm(), source.tick(secs(2000))), (IndexSource::Events, None, None));
+        assert_eq!(
+            (source.current(), source.alarm(), source.tick(secs(2000))),
+            (IndexSource::Events, None, None)
+        );
         // It was heard once and went silent: that is an alarm, too.
         source.expect_event(secs(2000));
         assert_eq!(source.observed(secs(2005)), None);

@@ -98,7 +98,8 @@ mod tests {
         let id = WorkerId(0x0000_00ff_0000_0001);
         assert_eq!(id.to_string(), "000000ff00000001");
         assert_eq!(id.to_string().parse::<WorkerId>().unwrap(), id);
-        for bad in ["", "1", "+00000ff00000001", "00000ff000000001z", "0x0000ff00000001", "é00000ff0000001"] {
+        for bad in ["", "1", "+00000ff00000001", "00000ff000000001z", "0x0000ff00000001", "é00000ff0000001"]
+        {
             assert!(bad.parse::<WorkerId>().is_err(), "{bad:?}");
         }
     }

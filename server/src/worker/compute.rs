@@ -158,7 +158,7 @@ fn kv_pool(config: &Config, model: &ModelConfig) -> anyhow::Result<KvPool> {
         );
     }
     let spare = match config.role {
-        Role::Both => 0,
+        Role::Both | Role::Frontend => 0,
         Role::Prefill | Role::Decode => transfer::Scratch::blocks_of(layout.block_bytes() as u64) as usize,
     };
     KvPool::with_spare(layout, num_blocks, spare)

@@ -212,7 +212,12 @@ impl Walk {
         if !self.high.is_empty() {
             let held = |slot: &Slot| holders.binary_search_by_key(slot, |holder| slot_of(*holder)).is_ok();
             let done = &mut self.done;
-            self.high.retain(|slot| held(slot) || { done.push((*slot, depth)); false });
+            self.high.retain(|slot| {
+                held(slot) || {
+                    done.push((*slot, depth));
+                    false
+                }
+            });
         }
     }
 

@@ -61,11 +61,15 @@ impl<T: Default> Slots<T> {
     }
 
     pub fn get_mut(&mut self, slot: Slot) -> &mut T {
-        &mut self.entries[usize::from(slot.0)].as_mut().expect("entries name living workers. This is a bug.").1
+        &mut self.entries[usize::from(slot.0)]
+            .as_mut()
+            .expect("entries name living workers. This is a bug.")
+            .1
     }
 
     pub fn iter(&self) -> impl Iterator<Item = (Slot, WorkerId, &T)> {
         let entries = self.entries.iter().enumerate();
-        entries.filter_map(|(at, entry)| entry.as_ref().map(|(worker, kept)| (Slot(at as u16), *worker, kept)))
+        entries
+            .filter_map(|(at, entry)| entry.as_ref().map(|(worker, kept)| (Slot(at as u16), *worker, kept)))
     }
 }

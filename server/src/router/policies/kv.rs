@@ -58,7 +58,12 @@ impl RoutePolicy for KvPolicy {
         true
     }
 
-    fn choose(&self, request: &RequestBlocks<'_>, cluster: &ClusterView, draw: Draw) -> Result<Choice, NoWorker> {
+    fn choose(
+        &self,
+        request: &RequestBlocks<'_>,
+        cluster: &ClusterView,
+        draw: Draw,
+    ) -> Result<Choice, NoWorker> {
         let candidates = Candidates::of(cluster)?;
         let prefill = self.scores(request, Leg::Prefill, &candidates.prefill, None);
         let cheapest_prefill = prefill.iter().map(|score| score.cost).min_by(f64::total_cmp);
@@ -104,8 +109,10 @@ impl KvPolicy {
             // The last token is always computed, so a block that ends with the prompt is not saved.
             let usable = request.num_tokens.saturating_sub(1) / request.block_size.max(1);
             let overlap = worker.overlap_blocks.min(usable as u32);
-            let excess = request.prefill_blocks(worker.load.prefill_tokens - least) - request.prefill_blocks(0);
-            let decay = 1.0 + weights.overlap_score_credit_decay * excess / (request.num_blocks().max(1) as f64);
+            let excess =
+                request.prefill_blocks(worker.load.prefill_tokens - least) - request.prefill_blocks(0);
+            let decay =
+                1.0 + weights.overlap_score_credit_decay * excess / (request.num_blocks().max(1) as f64);
             let credit = weights.overlap_score_credit * f64::from(overlap) / decay;
             let prefill_blocks = (request.prefill_blocks(worker.load.prefill_tokens) - credit).max(0.0);
             let decode_blocks = request.decode_blocks(worker);

@@ -1,7 +1,7 @@
 //! Modes that do not look at what workers have cached.
 
-use crate::router::policy::{Choice, Draw, Leg, NoWorker, Reason, RequestBlocks, RoutePolicy, Score};
 use crate::router::policies::select::{Candidates, lowest};
+use crate::router::policy::{Choice, Draw, Leg, NoWorker, Reason, RequestBlocks, RoutePolicy, Score};
 use crate::router::view::{ClusterView, WorkerView};
 
 /// Each worker in turn.
@@ -29,7 +29,12 @@ impl RoutePolicy for RoundRobin {
         false
     }
 
-    fn choose(&self, request: &RequestBlocks<'_>, cluster: &ClusterView, draw: Draw) -> Result<Choice, NoWorker> {
+    fn choose(
+        &self,
+        request: &RequestBlocks<'_>,
+        cluster: &ClusterView,
+        draw: Draw,
+    ) -> Result<Choice, NoWorker> {
         let turn = |_: Leg, workers: &[&WorkerView]| match workers.len() {
             1 => (0, Reason::Only),
             count => ((draw.turn % count as u64) as usize, Reason::Turn),
@@ -47,7 +52,12 @@ impl RoutePolicy for Random {
         false
     }
 
-    fn choose(&self, request: &RequestBlocks<'_>, cluster: &ClusterView, draw: Draw) -> Result<Choice, NoWorker> {
+    fn choose(
+        &self,
+        request: &RequestBlocks<'_>,
+        cluster: &ClusterView,
+        draw: Draw,
+    ) -> Result<Choice, NoWorker> {
         let mut numbers = draw.numbers();
         let pick = |_: Leg, workers: &[&WorkerView]| match workers.len() {
             1 => (0, Reason::Only),
@@ -66,7 +76,12 @@ impl RoutePolicy for LeastLoaded {
         false
     }
 
-    fn choose(&self, request: &RequestBlocks<'_>, cluster: &ClusterView, draw: Draw) -> Result<Choice, NoWorker> {
+    fn choose(
+        &self,
+        request: &RequestBlocks<'_>,
+        cluster: &ClusterView,
+        draw: Draw,
+    ) -> Result<Choice, NoWorker> {
         let pick = |_: Leg, workers: &[&WorkerView]| {
             let costs: Vec<_> = workers.iter().map(|worker| requests(worker)).collect();
             lowest(workers, &costs, draw)
@@ -84,7 +99,12 @@ impl RoutePolicy for PowerOfTwo {
         false
     }
 
-    fn choose(&self, request: &RequestBlocks<'_>, cluster: &ClusterView, draw: Draw) -> Result<Choice, NoWorker> {
+    fn choose(
+        &self,
+        request: &RequestBlocks<'_>,
+        cluster: &ClusterView,
+        draw: Draw,
+    ) -> Result<Choice, NoWorker> {
         let mut numbers = draw.numbers();
         let pick = |_: Leg, workers: &[&WorkerView]| {
             if workers.len() == 1 {

@@ -97,16 +97,17 @@ pub(super) fn lowest(candidates: &[&WorkerView], costs: &[f64], draw: Draw) -> (
 }
 
 fn by_load(a: &WorkerView, b: &WorkerView) -> Ordering {
-    let load = |worker: &WorkerView| (worker.load.active_requests, worker.load.prefill_tokens, worker.load.decode_blocks);
+    let load = |worker: &WorkerView| {
+        (worker.load.active_requests, worker.load.prefill_tokens, worker.load.decode_blocks)
+    };
     load(a).cmp(&load(b)).then_with(|| filled(a, b)).then(a.last_turn.cmp(&b.last_turn))
 }
 
 /// By the share of the cache that is filled where both said how large it is, else by blocks.
 fn filled(a: &WorkerView, b: &WorkerView) -> Ordering {
     match (a.capacity_blocks, b.capacity_blocks) {
-        (Some(of_a), Some(of_b)) => {
-            (u128::from(a.cached_blocks) * u128::from(of_b)).cmp(&(u128::from(b.cached_blocks) * u128::from(of_a)))
-        }
+        (Some(of_a), Some(of_b)) => (u128::from(a.cached_blocks) * u128::from(of_b))
+            .cmp(&(u128::from(b.cached_blocks) * u128::from(of_a))),
         _ => a.cached_blocks.cmp(&b.cached_blocks),
     }
 }

@@ -204,10 +204,15 @@ fn room_is_a_share_of_the_cache() {
 /// rt-13: nothing to divide by, and nothing that is not a number.
 #[test]
 fn scores_are_finite_for_empty_prompts_workers_and_blocks() {
-    let mut view = cluster(vec![worker(1, WorkerRole::Both), worker(2, WorkerRole::Decode), worker(3, WorkerRole::Prefill)]);
+    let mut view = cluster(vec![
+        worker(1, WorkerRole::Both),
+        worker(2, WorkerRole::Decode),
+        worker(3, WorkerRole::Prefill),
+    ]);
     view.workers[0].capacity_blocks = Some(0);
     view.workers[1].capacity_blocks = None;
-    view.workers[2].load = Load { prefill_tokens: u64::MAX, decode_blocks: u64::MAX / 2, active_requests: u64::MAX };
+    view.workers[2].load =
+        Load { prefill_tokens: u64::MAX, decode_blocks: u64::MAX / 2, active_requests: u64::MAX };
     for policy in all() {
         for (num_tokens, block_size) in [(0, 16), (1, 16), (15, 16), (16, 16), (5, 0), (usize::MAX, 1)] {
             let request = RequestBlocks { keys: &[], num_tokens, block_size };
@@ -217,7 +222,11 @@ fn scores_are_finite_for_empty_prompts_workers_and_blocks() {
             }
         }
     }
-    let heavy = KvWeights { prefill_load_scale: f64::MAX, decode_active_request_weight: f64::MAX, ..KvWeights::default() };
+    let heavy = KvWeights {
+        prefill_load_scale: f64::MAX,
+        decode_active_request_weight: f64::MAX,
+        ..KvWeights::default()
+    };
     let choice = KvPolicy { weights: heavy }.choose(&prompt(1000), &view, draw(1)).unwrap();
     assert!(choice.scores.iter().all(|score| score.cost.is_finite()));
 }
@@ -229,7 +238,8 @@ fn temperature_does_not_depend_on_the_size_of_the_costs() {
         let mut view = cluster(vec![worker(1, WorkerRole::Both), worker(2, WorkerRole::Both)]);
         view.workers[0].overlap_blocks = tokens as u32 / 32;
         let policy = KvPolicy { weights: KvWeights { temperature, ..KvWeights::default() } };
-        let first = |turn: &u64| policy.choose(&prompt(tokens), &view, draw(*turn)).unwrap().serve == WorkerId(1);
+        let first =
+            |turn: &u64| policy.choose(&prompt(tokens), &view, draw(*turn)).unwrap().serve == WorkerId(1);
         (1..=4000).filter(first).count() as f64 / 4000.0
     };
     // Softmax of 0 and -1/T: 1 / (1 + e^-2) = 0.881 at T = 0.5.
