@@ -46,7 +46,10 @@ fn main() {
     let took = started.elapsed();
     let offered = prompts * workers * PROMPT as u64;
     let sizes = router.sizes();
-    println!("store: {:.2} M blocks/s ({offered} offered, {stored} new)", offered as f64 / took.as_secs_f64() / 1e6);
+    println!(
+        "store: {:.2} M blocks/s ({offered} offered, {stored} new)",
+        offered as f64 / took.as_secs_f64() / 1e6
+    );
     println!(
         "memory: {} blocks of workers, {:.1} bytes each by count, {:.1} by resident size",
         sizes.exact_blocks,
@@ -63,9 +66,14 @@ fn main() {
             Prompt { keys: keys.into(), num_tokens: PROMPT * BLOCK, block_size: BLOCK }
         })
         .collect();
-    time("decide (dry run: index, loads, policy)", 4096, |at| router.explain(&asked[at]).cluster.workers.len());
-    time("decide, book, end", 4096, |at| router.route(&asked[at], &[]).expect("there are workers").choice().scores.len());
-    let running: Vec<_> = asked[..512].iter().map(|prompt| router.route(prompt, &[]).expect("there are workers")).collect();
+    time("decide (dry run: index, loads, policy)", 4096, |at| {
+        router.explain(&asked[at]).cluster.workers.len()
+    });
+    time("decide, book, end", 4096, |at| {
+        router.route(&asked[at], &[]).expect("there are workers").choice().scores.len()
+    });
+    let running: Vec<_> =
+        asked[..512].iter().map(|prompt| router.route(prompt, &[]).expect("there are workers")).collect();
     time("decide, book, end; 512 requests running", 4096, |at| {
         router.route(&asked[at], &[]).expect("there are workers").choice().scores.len()
     });
@@ -100,11 +108,14 @@ fn time(what: &str, count: usize, mut work: impl FnMut(usize) -> usize) {
 /// Names of a worker's prompt, as random as hashes are.
 fn keys(worker: u64, prompt: u64) -> Vec<BlockKey> {
     let name = |domain: u64, at: usize| {
-        let seed = domain.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ (at as u64).wrapping_mul(0xd6e8_feb8_6659_fd93);
+        let seed =
+            domain.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ (at as u64).wrapping_mul(0xd6e8_feb8_6659_fd93);
         let mixed = (seed ^ (seed >> 32)).wrapping_mul(0xd6e8_feb8_6659_fd93);
         BlockKey(mixed ^ (mixed >> 32))
     };
-    (0..PROMPT).map(|at| name(if at < SHARED { prompt % 8 } else { 1000 + (worker << 32) + prompt }, at)).collect()
+    (0..PROMPT)
+        .map(|at| name(if at < SHARED { prompt % 8 } else { 1000 + (worker << 32) + prompt }, at))
+        .collect()
 }
 
 fn router() -> std::sync::Arc<Router> {

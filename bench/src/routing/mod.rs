@@ -154,7 +154,7 @@ pub async fn run(args: Args) -> Result<()> {
             std::fs::create_dir(&dir).map_err(BenchError::io(dir.display().to_string()))?;
             Ok(dir)
         };
-        let events = worker(&args, &dir("events")?, &[]).await?;
+        let events = worker(&args, &dir("events")?, &["--kv-events"]).await?;
         pairs.push(Pair { events, silent: worker(&args, &dir("silent")?, &["--no-kv-events"]).await? });
     }
     let alphabet = prompts::alphabet(&Client::new(pairs[0].events.url())).await?;

@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use futures_util::{FutureExt, StreamExt};
 use futures_util::future::BoxFuture;
+use futures_util::{FutureExt, StreamExt};
 use serde_json::{Value, json};
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 use tokio::sync::watch;
@@ -74,7 +74,8 @@ impl Discovery for EtcdDiscovery {
             let (sender, wanted) = watch::channel(record);
             let (lease_sender, held) = watch::channel(lease);
             let keeper = tokio::spawn(keep(self.client.clone(), wanted, lease_sender, self.lease));
-            Ok(Box::new(Etcd { client: self.client.clone(), wanted: sender, held, keeper }) as Box<dyn Registration>)
+            Ok(Box::new(Etcd { client: self.client.clone(), wanted: sender, held, keeper })
+                as Box<dyn Registration>)
         }
         .boxed()
     }
@@ -150,7 +151,8 @@ impl EtcdDiscovery {
     /// All records by key, and the revision they are of.
     async fn list(&self) -> Result<(BTreeMap<String, WorkerRecord>, u64), DiscoveryError> {
         let answer = self.client.call("kv/range", &self.client.range()).await?;
-        let revision = number(&answer["header"]["revision"]).ok_or_else(|| fault("range", "no revision in the answer"))?;
+        let revision = number(&answer["header"]["revision"])
+            .ok_or_else(|| fault("range", "no revision in the answer"))?;
         let kvs = answer["kvs"].as_array().into_iter().flatten();
         let records = kvs.filter_map(|kv| Some((kv["key"].as_str()?.to_owned(), self.read(kv)?)));
         Ok((records.collect(), revision))
@@ -181,11 +183,13 @@ impl Client {
             match sent {
                 Ok(response) => {
                     let status = response.status();
-                    let answer: Value = response.json().await.map_err(|error| fault(&url, error.without_url()))?;
+                    let answer: Value =
+                        response.json().await.map_err(|error| fault(&url, error.without_url()))?;
                     if status.is_success() {
                         return Ok(answer);
                     }
-                    let said = answer["message"].as_str().or(answer["error"].as_str()).unwrap_or("no message");
+                    let said =
+                        answer["message"].as_str().or(answer["error"].as_str()).unwrap_or("no message");
                     return Err(fault(&url, format!("{status}: {said}")));
                 }
                 Err(error) => {
@@ -210,7 +214,8 @@ impl Client {
     /// A new lease with the record's key under it, unless another worker has the key.
     async fn claim(&self, record: &WorkerRecord, ttl: Duration) -> Result<String, DiscoveryError> {
         let grant = self.call("lease/grant", &json!({ "TTL": ttl.as_secs().to_string(), "ID": "0" })).await?;
-        let lease = grant["ID"].as_str().ok_or_else(|| fault("lease/grant", "no ID in the answer"))?.to_owned();
+        let lease =
+            grant["ID"].as_str().ok_or_else(|| fault("lease/grant", "no ID in the answer"))?.to_owned();
         let key = self.key(&record.worker_id);
         let put = self.put_request(record, &lease);
         let claim = json!({
@@ -240,7 +245,9 @@ impl Client {
         let left = self.call("lease/timetolive", &json!({ "ID": kv["lease"] })).await;
         Err(DiscoveryError::Taken {
             id: record.worker_id.clone(),
-            owner: owner.map_or("something else".into(), |owner| format!("worker {} at {}", owner.incarnation, owner.url)),
+            owner: owner.map_or("something else".into(), |owner| {
+                format!("worker {} at {}", owner.incarnation, owner.url)
+            }),
             remaining_secs: left.ok().and_then(|left| number(&left["TTL"])).unwrap_or_default() as f64,
         })
     }
@@ -256,17 +263,21 @@ impl Client {
         Ok(number(&answer["result"]["TTL"]).is_some_and(|ttl| ttl > 0))
     }
 
-    /// Ends a lease, and the key with it.
+    /// Ends a lease, and the key with it. One that is over already is no trouble.
     async fn revoke(&self, lease: &str) {
-        if let Err(error) = self.call("lease/revoke", &json!({ "ID": lease })).await {
-            tracing::warn!(%error, "this worker's key stays until its lease is over");
+        let revoked = self.call("lease/revoke", &json!({ "ID": lease })).await.map_err(|error| error.to_string());
+        if let Err(reason) = revoked
+            && !reason.contains("not found")
+        {
+            tracing::warn!(reason, "this worker's key stays until its lease is over");
         }
     }
 
     async fn watch(
         &self,
         revision: u64,
-    ) -> Result<Lines<impl futures_util::Stream<Item = reqwest::Result<bytes::Bytes>> + Unpin>, DiscoveryError> {
+    ) -> Result<Lines<impl futures_util::Stream<Item = reqwest::Result<bytes::Bytes>> + Unpin>, DiscoveryError>
+    {
         let at = self.at.load(Ordering::Relaxed) % self.endpoints.len();
         let url = format!("{}/v3/watch", self.endpoints[at]);
         let mut create = self.range();
@@ -278,7 +289,6 @@ impl Client {
         Ok(Lines::new(response.bytes_stream().boxed()))
     }
 }
-
 
 fn number(value: &Value) -> Option<u64> {
     value.as_str().map_or_else(|| value.as_u64(), |text| text.parse().ok())
@@ -323,7 +333,12 @@ impl Drop for Etcd {
 }
 
 /// Renews the lease, and registers anew when it is lost.
-async fn keep(client: Client, wanted: watch::Receiver<WorkerRecord>, held: watch::Sender<String>, ttl: Duration) {
+async fn keep(
+    client: Client,
+    wanted: watch::Receiver<WorkerRecord>,
+    held: watch::Sender<String>,
+    ttl: Duration,
+) {
     let mut trouble: Option<String> = None;
     loop {
         sleep(ttl / 3).await;

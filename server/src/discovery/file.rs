@@ -52,7 +52,8 @@ impl Discovery for FileDiscovery {
             let renewal = (self.lease / 3).min(MAX_RENEWAL);
             let withdrawn: Arc<AtomicBool> = Arc::default();
             let keeper = tokio::spawn(keep(self.store.clone(), wanted, withdrawn.clone(), renewal));
-            let registration = FileRegistration { store: self.store.clone(), wanted: sender, withdrawn, keeper };
+            let registration =
+                FileRegistration { store: self.store.clone(), wanted: sender, withdrawn, keeper };
             Ok(Box::new(registration) as Box<dyn Registration>)
         }
         .boxed()
@@ -127,7 +128,12 @@ impl Drop for FileRegistration {
 }
 
 /// Renews the record, and writes it anew when it is lost.
-async fn keep(store: Store, wanted: watch::Receiver<WorkerRecord>, withdrawn: Arc<AtomicBool>, interval: Duration) {
+async fn keep(
+    store: Store,
+    wanted: watch::Receiver<WorkerRecord>,
+    withdrawn: Arc<AtomicBool>,
+    interval: Duration,
+) {
     let mut interval = tokio::time::interval(interval);
     interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut trouble: Option<String> = None;

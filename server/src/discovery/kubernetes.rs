@@ -74,7 +74,8 @@ impl KubernetesDiscovery {
         let mut request = self.http.get(&url).query(query).query(&[("labelSelector", &self.selector)]);
         if let Some(path) = &self.server.token_file {
             let token = tokio::fs::read_to_string(path).await;
-            request = request.bearer_auth(token.map_err(|error| fault(&path.display().to_string(), error))?.trim());
+            request =
+                request.bearer_auth(token.map_err(|error| fault(&path.display().to_string(), error))?.trim());
         }
         let response = timeout(ANSWER, request.send()).await.map_err(|_| fault(&url, "no answer"))?;
         let response = response.map_err(|error| fault(&url, error.without_url()))?;
@@ -82,7 +83,8 @@ impl KubernetesDiscovery {
             return Ok(response);
         }
         let status = response.status();
-        let said: Value = timeout(ANSWER, response.json()).await.ok().and_then(Result::ok).unwrap_or_default();
+        let said: Value =
+            timeout(ANSWER, response.json()).await.ok().and_then(Result::ok).unwrap_or_default();
         Err(fault(&url, format!("{status}: {}", said["message"].as_str().unwrap_or("no message"))))
     }
 
@@ -154,7 +156,12 @@ impl KubernetesDiscovery {
                 }
                 // A bookmark says only how far it is; after an error (410, "gone") a new list tells.
                 "BOOKMARK" => {}
-                _ => return Err(fault("watch", event.object["message"].as_str().unwrap_or("it ended in an error"))),
+                _ => {
+                    return Err(fault(
+                        "watch",
+                        event.object["message"].as_str().unwrap_or("it ended in an error"),
+                    ));
+                }
             }
         }
     }
@@ -273,7 +280,9 @@ struct Port {
     port: Option<u16>,
 }
 
-fn or_empty<'de, D: serde::Deserializer<'de>, T: Deserialize<'de>>(deserializer: D) -> Result<Vec<T>, D::Error> {
+fn or_empty<'de, D: serde::Deserializer<'de>, T: Deserialize<'de>>(
+    deserializer: D,
+) -> Result<Vec<T>, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or_default())
 }
 

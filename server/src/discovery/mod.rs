@@ -16,7 +16,7 @@ mod roster;
 mod scan;
 mod store;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use std::fmt::Debug;
 

@@ -125,7 +125,8 @@ impl DiscoveryOptions {
                     what: format!("{ACCOUNT}/ca.crt"),
                     reason: error.to_string(),
                 };
-                let certificate = reqwest::Certificate::from_pem(read("ca.crt")?.as_bytes()).map_err(trust)?;
+                let certificate =
+                    reqwest::Certificate::from_pem(read("ca.crt")?.as_bytes()).map_err(trust)?;
                 http = reqwest::Client::builder().add_root_certificate(certificate).build().map_err(trust)?;
                 token_file = Some(format!("{ACCOUNT}/token").into());
                 // The name is in every cluster's certificate, and every pod resolves it.

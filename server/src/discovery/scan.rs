@@ -40,7 +40,11 @@ impl Scan {
         let names = match std::fs::read_dir(dir) {
             Ok(entries) => {
                 self.unreadable = false;
-                entries.filter_map(Result::ok).map(|entry| entry.file_name()).filter(|name| is_record(name)).collect()
+                entries
+                    .filter_map(Result::ok)
+                    .map(|entry| entry.file_name())
+                    .filter(|name| is_record(name))
+                    .collect()
             }
             Err(error) => {
                 if !std::mem::replace(&mut self.unreadable, true) {
@@ -68,10 +72,13 @@ impl Scan {
             return;
         }
         let first_sight = known.is_none();
-        let (before, was_bad) = self.files.remove(name).map_or((None, false), |known| (known.alive, known.bad));
+        let (before, was_bad) =
+            self.files.remove(name).map_or((None, false), |known| (known.alive, known.bad));
         let (alive, bad) = match store::read(&path) {
             // An old file may be of a dead worker: it counts once it is renewed before our eyes.
-            Ok(found) if first_sight && store::age(&path).is_none_or(|age| age >= found.lease) => (None, false),
+            Ok(found) if first_sight && store::age(&path).is_none_or(|age| age >= found.lease) => {
+                (None, false)
+            }
             Ok(found) => (Some((found, now)), false),
             Err(reason) => {
                 if !was_bad {

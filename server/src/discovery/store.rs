@@ -55,11 +55,13 @@ impl Store {
     pub fn register(&self, record: &WorkerRecord) -> Result<(), DiscoveryError> {
         let path = self.path(&record.worker_id);
         let fault = |what: &str, error: &std::io::Error| fault(&format!("{what} {}", path.display()), error);
-        std::fs::create_dir_all(&self.dir).map_err(|error| self::fault(&format!("make folder {}", self.dir.display()), &error))?;
+        std::fs::create_dir_all(&self.dir)
+            .map_err(|error| self::fault(&format!("make folder {}", self.dir.display()), &error))?;
         let _lock = self.lock()?;
         if let Ok(found) = read(&path)
             && found.record.incarnation != record.incarnation
-            && let Some(left) = age(&path).and_then(|age| found.lease.checked_sub(age)).filter(|left| !left.is_zero())
+            && let Some(left) =
+                age(&path).and_then(|age| found.lease.checked_sub(age)).filter(|left| !left.is_zero())
         {
             return Err(DiscoveryError::Taken {
                 id: record.worker_id.clone(),
@@ -76,7 +78,8 @@ impl Store {
             file.sync_all()
         };
         let written = write().map_err(|error| fault("write", &error));
-        let renamed = written.and_then(|()| std::fs::rename(&temporary, &path).map_err(|error| fault("rename to", &error)));
+        let renamed = written
+            .and_then(|()| std::fs::rename(&temporary, &path).map_err(|error| fault("rename to", &error)));
         // Whatever failed, nothing half-written stays.
         renamed.inspect_err(|_| drop(std::fs::remove_file(&temporary)))
     }
@@ -163,7 +166,9 @@ pub fn age(path: &Path) -> Option<Duration> {
 /// Errors of the file system in words that say what to do.
 pub fn fault(what: &str, error: &std::io::Error) -> DiscoveryError {
     let hint = match error.kind() {
-        ErrorKind::PermissionDenied => "; give this user the right to write there, or choose another folder with --discovery-dir",
+        ErrorKind::PermissionDenied => {
+            "; give this user the right to write there, or choose another folder with --discovery-dir"
+        }
         ErrorKind::StorageFull => "; the disk is full",
         ErrorKind::QuotaExceeded => "; the quota is used up",
         ErrorKind::ReadOnlyFilesystem => "; the file system is read-only",

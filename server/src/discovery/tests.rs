@@ -211,7 +211,8 @@ fn a_folder_that_cannot_be_written_is_said_plainly() {
     let store = Store::new(folder.dir.path().join("file/workers"), LEASE);
     let text = store.register(&record("a", 1)).unwrap_err().to_string();
     assert!(text.starts_with("file discovery: make folder ") && text.contains("Not a directory"), "{text}");
-    let denied = super::store::fault("write /x/a.json", &std::io::ErrorKind::PermissionDenied.into()).to_string();
+    let denied =
+        super::store::fault("write /x/a.json", &std::io::ErrorKind::PermissionDenied.into()).to_string();
     assert!(denied.contains("--discovery-dir"), "{denied}");
     let full = super::store::fault("write /x/a.json", &std::io::Error::from_raw_os_error(28)).to_string();
     assert!(full.ends_with("No space left on device (os error 28); the disk is full"), "{full}");

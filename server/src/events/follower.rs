@@ -168,9 +168,11 @@ impl Follower {
     fn removed(&mut self, hashes: &[WireHash]) -> Vec<BlockKey> {
         match self.naming {
             Naming::Ours => hashes.iter().map(|hash| BlockKey(hash.0)).collect(),
-            Naming::Foreign => {
-                hashes.iter().filter_map(|hash| self.names.remove(hash)).map(|name| BlockKey(name.key())).collect()
-            }
+            Naming::Foreign => hashes
+                .iter()
+                .filter_map(|hash| self.names.remove(hash))
+                .map(|name| BlockKey(name.key()))
+                .collect(),
         }
     }
 }
@@ -234,7 +236,10 @@ mod tests {
         let mut follower = Follower::new(Naming::Ours, Some(16));
         let events = vec![stored(&[1, 2], Some(7), 0..32, Domain::Plain), Event::AllBlocksCleared];
         let taken = changes(follower.take(5, &batch(1.0, events)));
-        assert_eq!(taken.changes, [store(&[BlockKey(1), BlockKey(2)], Some(BlockKey(7))), IndexChange::Clear]);
+        assert_eq!(
+            taken.changes,
+            [store(&[BlockKey(1), BlockKey(2)], Some(BlockKey(7))), IndexChange::Clear]
+        );
     }
 
     #[test]
@@ -258,7 +263,9 @@ mod tests {
     fn a_restart_voids_what_was_said_before() {
         let mut follower = Follower::new(Naming::Foreign, Some(16));
         for seq in 0..4 {
-            changes(follower.take(seq, &batch(seq as f64, vec![stored(&[seq + 1], None, 0..16, Domain::Plain)])));
+            changes(
+                follower.take(seq, &batch(seq as f64, vec![stored(&[seq + 1], None, 0..16, Domain::Plain)])),
+            );
         }
         assert_eq!(follower.take(2, &batch(2.0, vec![])), Taken::Duplicate);
         let anew = batch(100.0, vec![stored(&[9], Some(4), 16..32, Domain::Plain)]);

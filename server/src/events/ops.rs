@@ -37,7 +37,8 @@ pub async fn snapshot(State(state): State<Arc<AppState>>) -> Result<Response, Ap
     let serving = state.serving()?;
     let record = state.record.get().ok_or_else(|| ApiError::unavailable("the model is being loaded"))?;
     let taken = serving.engine.kv_snapshot().await;
-    let taken = taken.ok_or_else(|| ApiError::unavailable("the engine is too far ahead of its events; ask again"))?;
+    let taken =
+        taken.ok_or_else(|| ApiError::unavailable("the engine is too far ahead of its events; ask again"))?;
     let block_size = serving.engine.info().block_size as u32;
     let lines = snapshot::lines(taken, record.incarnation, block_size).map(Ok::<_, std::convert::Infallible>);
     let body = Body::from_stream(stream::iter(lines));

@@ -33,7 +33,8 @@ pub struct PublishOptions {
 impl PublishOptions {
     /// What `--kv-events` does: any free ports of `host`.
     pub fn on_host(host: &str) -> Self {
-        let any_port = if host.contains(':') { format!("tcp://[{host}]:0") } else { format!("tcp://{host}:0") };
+        let any_port =
+            if host.contains(':') { format!("tcp://[{host}]:0") } else { format!("tcp://{host}:0") };
         Self {
             endpoint: any_port.clone(),
             bind: true,
@@ -52,7 +53,10 @@ impl PublishOptions {
             return Err(format!("publisher is {publisher:?}, expected \"zmq\" or \"null\""));
         }
         if config.hwm.is_some_and(|hwm| hwm != HWM) {
-            return Err(format!("hwm is {}, expected {HWM}: it cannot be changed", config.hwm.unwrap_or_default()));
+            return Err(format!(
+                "hwm is {}, expected {HWM}: it cannot be changed",
+                config.hwm.unwrap_or_default()
+            ));
         }
         if config.max_queue_size == Some(0) || config.buffer_steps == Some(0) {
             return Err("max_queue_size and buffer_steps must be at least 1".into());

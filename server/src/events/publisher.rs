@@ -39,7 +39,10 @@ pub struct Publisher {
 
 impl Publisher {
     /// Opens the sockets; returns the engine's end, too. Must run within a tokio runtime.
-    pub async fn open(options: &PublishOptions, block_size: u32) -> Result<(Self, KvEventSink), PublishError> {
+    pub async fn open(
+        options: &PublishOptions,
+        block_size: u32,
+    ) -> Result<(Self, KvEventSink), PublishError> {
         let mut socket = PubSocket::new();
         let endpoint = match options.bind {
             true => bind(&mut socket, &options.endpoint).await?,
@@ -66,7 +69,8 @@ impl Publisher {
             next_seq: 0,
         };
         let runtime = Handle::current();
-        let thread = std::thread::Builder::new().name("kv-events".into()).spawn(move || out.run(&messages, &runtime));
+        let thread =
+            std::thread::Builder::new().name("kv-events".into()).spawn(move || out.run(&messages, &runtime));
         let thread = thread.expect("the system gives a thread at start");
         let topic = options.topic.clone();
         Ok((Self { endpoint, replay_endpoint, topic, thread, replay }, KvEventSink::new(sender)))
@@ -162,7 +166,8 @@ impl Out {
 
 /// An event with the names that readers of 64 bits can hold.
 fn on_the_wire(event: KvEvent, block_size: u32) -> Event {
-    let wire = |hashes: Vec<engine::hash::BlockHash>| hashes.iter().map(|hash| WireHash(hash.key())).collect();
+    let wire =
+        |hashes: Vec<engine::hash::BlockHash>| hashes.iter().map(|hash| WireHash(hash.key())).collect();
     match event {
         KvEvent::Stored { parent, hashes, tokens, cache_salt } => Event::BlockStored(Stored {
             block_hashes: wire(hashes),
@@ -196,18 +201,25 @@ async fn repeat(mut socket: RouterSocket, buffer: Buffer, topic: String) {
             }
         };
         let [identity, delimiter, start] = &request[..] else {
-            tracing::warn!(frames = request.len(), "a replay request has a wrong number of frames, expected 3");
+            tracing::warn!(
+                frames = request.len(),
+                "a replay request has a wrong number of frames, expected 3"
+            );
             continue;
         };
         let Ok(start) = <[u8; 8]>::try_from(&start[..]).map(u64::from_be_bytes) else {
-            tracing::warn!(bytes = start.len(), "a replay request's number has a wrong length, expected 8 bytes");
+            tracing::warn!(
+                bytes = start.len(),
+                "a replay request's number has a wrong length, expected 8 bytes"
+            );
             continue;
         };
         let kept: Vec<_> = {
             let buffer = buffer.lock().unwrap_or_else(PoisonError::into_inner);
             buffer.iter().filter(|(seq, _)| *seq >= start).cloned().collect()
         };
-        let batches = kept.into_iter().map(|(seq, payload)| (Bytes::copy_from_slice(&seq.to_be_bytes()), payload));
+        let batches =
+            kept.into_iter().map(|(seq, payload)| (Bytes::copy_from_slice(&seq.to_be_bytes()), payload));
         for (seq, payload) in batches.chain([(Bytes::from_static(&END_OF_REPLAY), Bytes::new())]) {
             let frames = [identity.clone(), delimiter.clone(), topic.clone(), seq, payload];
             if let Err(error) = socket.send(multipart(frames)).await {

@@ -136,10 +136,16 @@ mod tests {
 
     fn snapshot() -> KvSnapshot {
         let chain = |from: u128, len: u128| (from..from + len).map(BlockHash).collect::<Vec<_>>();
-        KvSnapshot { next_seq: 42, chains: vec![(None, chain(1, 1200)), (Some(BlockHash(5)), chain(9000, 2))] }
+        KvSnapshot {
+            next_seq: 42,
+            chains: vec![(None, chain(1, 1200)), (Some(BlockHash(5)), chain(9000, 2))],
+        }
     }
 
-    fn read(lines: impl IntoIterator<Item = String>, max: usize) -> Result<(Vec<IndexChange>, Head), BadSnapshot> {
+    fn read(
+        lines: impl IntoIterator<Item = String>,
+        max: usize,
+    ) -> Result<(Vec<IndexChange>, Head), BadSnapshot> {
         let mut reader = Reader::new(WorkerId(7), max);
         let mut changes = Vec::new();
         for line in lines {
@@ -164,9 +170,15 @@ mod tests {
     fn half_a_snapshot_and_another_workers_are_refused() {
         let whole: Vec<_> = lines(snapshot(), WorkerId(7), 16).collect();
         for len in 0..whole.len() {
-            assert!(matches!(read(whole[..len].to_vec(), 2000), Err(BadSnapshot::BrokeOff { .. })), "{len} lines");
+            assert!(
+                matches!(read(whole[..len].to_vec(), 2000), Err(BadSnapshot::BrokeOff { .. })),
+                "{len} lines"
+            );
         }
-        assert!(matches!(read(lines(snapshot(), WorkerId(8), 16), 2000), Err(BadSnapshot::Incarnation { .. })));
+        assert!(matches!(
+            read(lines(snapshot(), WorkerId(8), 16), 2000),
+            Err(BadSnapshot::Incarnation { .. })
+        ));
         assert!(matches!(read(whole.clone(), 100), Err(BadSnapshot::TooLarge { max: 100 })));
         let mut short = whole.clone();
         short.remove(2);

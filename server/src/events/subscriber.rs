@@ -9,7 +9,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::StreamExt;
 use tokio::time::{Instant, sleep, timeout};
-use zeromq::{DealerSocket, Socket, SocketRecv, SocketSend, SubSocket, ZmqMessage};
+use zeromq::{DealerSocket, Socket, SocketEvent, SocketRecv, SocketSend, SubSocket, ZmqMessage};
 
 use super::follower::{Changes, Follower, Naming, Taken};
 use super::snapshot::Reader;
@@ -17,13 +17,19 @@ use super::wire::{Batch, END_OF_REPLAY};
 use crate::discovery::WorkerRecord;
 use crate::discovery::record::HASH_SCHEME;
 use crate::router::Router;
-use crate::router::shared::IndexChange;
+use crate::router::shared::{Applied, IndexChange};
 
 /// Pause before a worker's sockets are tried again; doubled up to the second.
 const RETRY: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
 
 /// How long a worker may take for each part of an answer.
 const ANSWER: Duration = Duration::from_secs(10);
+
+/// A batch that was published while the subscription was on its way is asked for after this.
+const FIRST_CHECK: Duration = Duration::from_millis(300);
+
+/// After this long without a batch it is asked whether there was one.
+const CHECK: Duration = Duration::from_secs(10);
 
 /// Blocks of a snapshot at most: 4 million blocks of 16 tokens are more than any pool has.
 const MAX_SNAPSHOT: usize = 1 << 22;
@@ -39,6 +45,8 @@ const RESYNC_PAUSE: Duration = Duration::from_secs(1);
 enum Fault {
     #[error("{endpoint}: {source}")]
     Socket { endpoint: String, source: zeromq::ZmqError },
+    #[error("{endpoint} closed the connection")]
+    Lost { endpoint: String },
     #[error("{endpoint} gave no answer within {ANSWER:?}")]
     Silent { endpoint: String },
     #[error("{url}: {reason}")]
@@ -55,7 +63,7 @@ pub async fn follow(router: Arc<Router>, record: Arc<WorkerRecord>, http: reqwes
         _ => Naming::Foreign,
     };
     let follower = Follower::new(naming, record.block_size);
-    let mut subscriber = Subscriber { router, record, http, follower, last_resync: None };
+    let mut subscriber = Subscriber { router, record, http, follower, missed: false, last_resync: None };
     let mut retry = RETRY.0;
     loop {
         let started = Instant::now();
@@ -80,6 +88,8 @@ struct Subscriber {
     record: Arc<WorkerRecord>,
     http: reqwest::Client,
     follower: Follower,
+    /// Something was missed that a snapshot would show.
+    missed: bool,
     last_resync: Option<Instant>,
 }
 
@@ -87,9 +97,11 @@ enum Never {}
 
 impl Subscriber {
     async fn run(&mut self) -> Result<Never, Fault> {
-        let events = self.record.events.clone().expect("only workers with events are followed. This is a bug.");
+        let events =
+            self.record.events.clone().expect("only workers with events are followed. This is a bug.");
         let at = |source| Fault::Socket { endpoint: events.endpoint.clone(), source };
         let mut socket = SubSocket::new();
+        let mut monitor = socket.monitor();
         let connect = async {
             socket.connect(&events.endpoint).await?;
             socket.subscribe(&events.topic).await
@@ -98,13 +110,38 @@ impl Subscriber {
             Ok(connected) => connected.map_err(at)?,
             Err(_) => return Err(Fault::Silent { endpoint: events.endpoint.clone() }),
         }
-        // What is published from here on waits in the socket.
+        // What is published from here on waits in the socket, or is asked for at the first check.
         self.resync().await?;
+        let mut quiet = FIRST_CHECK;
         loop {
-            let message = socket.recv().await.map_err(at)?;
+            let patience = if self.missed { RESYNC_PAUSE } else { quiet };
+            let message = tokio::select! {
+                message = socket.recv() => message.map_err(at)?,
+                // Who comes back may be another process that counts from 0 and has passed our number already.
+                Some(SocketEvent::Disconnected(_)) = monitor.next() => {
+                    return Err(Fault::Lost { endpoint: events.endpoint.clone() });
+                }
+                () = sleep(patience) => {
+                    quiet = CHECK;
+                    self.catch_up().await?;
+                    continue;
+                }
+            };
             let Some((seq, batch)) = self.read(&message.into_vec()) else { continue };
             self.take(seq, batch).await?;
         }
+    }
+
+    /// Asks for what a silence may hide: a gap shows only with the next batch, and there may be none for long.
+    async fn catch_up(&mut self) -> Result<(), Fault> {
+        if self.missed {
+            return self.resync().await;
+        }
+        let Some(next) = self.follower.next_seq() else { return Ok(()) };
+        for (seq, batch) in self.replay(next).await? {
+            self.take(seq, batch).await?;
+        }
+        Ok(())
     }
 
     /// A live message's number and batch; anything else is counted out, with the reason in the log.
@@ -157,7 +194,9 @@ impl Subscriber {
         self.router.count_gap();
         for (seq, batch) in self.replay(from).await? {
             match self.follower.take(seq, &batch) {
-                Taken::Changes(changes) => drop(self.apply_now(changes)),
+                Taken::Changes(changes) => {
+                    self.apply_now(changes)?;
+                }
                 Taken::BlockSize { theirs, ours } => return Err(Fault::BlockSize { theirs, ours }),
                 Taken::Gap { .. } | Taken::Restarted => break,
                 Taken::Duplicate => {}
@@ -178,8 +217,10 @@ impl Subscriber {
     /// it still has.
     async fn resync(&mut self) -> Result<(), Fault> {
         self.last_resync = Some(Instant::now());
+        self.missed = false;
         let worker = self.record.incarnation;
-        let events = self.record.events.as_ref().expect("only workers with events are followed. This is a bug.");
+        let events =
+            self.record.events.as_ref().expect("only workers with events are followed. This is a bug.");
         if let Some(url) = events.snapshot_url.clone() {
             let (changes, next_seq) = self.snapshot(&url).await?;
             self.router.apply(worker, &[IndexChange::Clear]);
@@ -194,7 +235,9 @@ impl Subscriber {
         self.follower.restart_at(batches.first().map(|(seq, _)| *seq));
         for (seq, batch) in batches {
             match self.follower.take(seq, &batch) {
-                Taken::Changes(changes) => self.apply_now(changes)?,
+                Taken::Changes(changes) => {
+                    self.apply_now(changes)?;
+                }
                 Taken::BlockSize { theirs, ours } => return Err(Fault::BlockSize { theirs, ours }),
                 // A hole in what is kept: what follows it is believed, what it hides is not known.
                 Taken::Gap { .. } | Taken::Restarted => self.follower.skip_to(seq + 1),
@@ -208,19 +251,19 @@ impl Subscriber {
     }
 
     async fn apply(&mut self, changes: Changes) -> Result<(), Fault> {
-        let orphans = self.router.orphans(self.record.incarnation);
-        self.apply_now(changes)?;
-        let missed = self.router.orphans(self.record.incarnation) > orphans;
+        let applied = self.apply_now(changes)?;
         let ours = self.record.events.as_ref().is_some_and(|events| events.snapshot_url.is_some());
+        self.missed |= ours && (applied.orphans > 0 || applied.overfull);
         let rested = self.last_resync.is_none_or(|last| last.elapsed() >= RESYNC_PAUSE);
-        if missed && ours && rested {
-            tracing::info!(worker = %self.record.incarnation, "a block's parent is not known: reading what the worker holds");
+        if self.missed && rested {
+            let (worker, orphans, overfull) = (self.record.incarnation, applied.orphans, applied.overfull);
+            tracing::info!(%worker, orphans, overfull, "events were missed: reading what the worker holds");
             self.resync().await?;
         }
         Ok(())
     }
 
-    fn apply_now(&mut self, changes: Changes) -> Result<(), Fault> {
+    fn apply_now(&mut self, changes: Changes) -> Result<Applied, Fault> {
         let worker = self.record.incarnation;
         if let Some(block_size) = changes.block_size {
             // A plain OpenAI server: its events are the first to say it.
@@ -229,18 +272,19 @@ impl Subscriber {
             // The router has the reason, and says it.
             let _ = self.router.join(record);
         }
-        self.router.apply(worker, &changes.changes);
+        let applied = self.router.apply(worker, &changes.changes);
         self.router.count_orphans(worker, changes.orphans);
         if changes.invalid > 0 {
             tracing::warn!(%worker, invalid = changes.invalid, "KV events that make no sense were left out");
         }
         self.router.observed(worker);
-        Ok(())
+        Ok(applied)
     }
 
     /// Batches from `from` on that the worker still has, if it repeats any.
     async fn replay(&self, from: u64) -> Result<Vec<(u64, Batch)>, Fault> {
-        let events = self.record.events.as_ref().expect("only workers with events are followed. This is a bug.");
+        let events =
+            self.record.events.as_ref().expect("only workers with events are followed. This is a bug.");
         let Some(endpoint) = &events.replay_endpoint else { return Ok(Vec::new()) };
         let at = |source| Fault::Socket { endpoint: endpoint.clone(), source };
         let silent = || Fault::Silent { endpoint: endpoint.clone() };
@@ -265,12 +309,15 @@ impl Subscriber {
 
     async fn snapshot(&self, url: &str) -> Result<(Vec<IndexChange>, u64), Fault> {
         let fault = |reason: String| Fault::Snapshot { url: url.to_owned(), reason };
-        let response = timeout(ANSWER, self.http.get(url).send()).await.map_err(|_| fault("no answer".into()))?;
+        let response =
+            timeout(ANSWER, self.http.get(url).send()).await.map_err(|_| fault("no answer".into()))?;
         let response = response.and_then(reqwest::Response::error_for_status);
         let mut body = response.map_err(|error| fault(error.to_string()))?.bytes_stream();
         let mut reader = Reader::new(self.record.incarnation, MAX_SNAPSHOT);
         let (mut changes, mut rest) = (Vec::new(), Vec::new());
-        while let Some(piece) = timeout(ANSWER, body.next()).await.map_err(|_| fault("it broke off".into()))? {
+        while let Some(piece) =
+            timeout(ANSWER, body.next()).await.map_err(|_| fault("it broke off".into()))?
+        {
             let piece = piece.map_err(|error| fault(error.to_string()))?;
             let mut lines = piece.split(|byte| *byte == b'\n');
             rest.extend_from_slice(lines.next().unwrap_or_default());

@@ -331,7 +331,10 @@ mod tests {
         bookings.generated(alive, 5, secs(299));
         assert_eq!(bookings.expire(secs(299)), 0);
         assert_eq!(bookings.expire(secs(300)), 1);
-        assert_eq!((bookings.load(WorkerId(1)).active_requests, bookings.load(WorkerId(3))), (1, Load::default()));
+        assert_eq!(
+            (bookings.load(WorkerId(1)).active_requests, bookings.load(WorkerId(3))),
+            (1, Load::default())
+        );
         bookings.finish(lost);
         assert_eq!(bookings.expire(secs(599)), 1);
         assert_eq!(bookings.load(WorkerId(1)), Load::default());

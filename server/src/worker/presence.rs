@@ -58,7 +58,11 @@ pub struct PresenceConfig {
 impl PresenceConfig {
     pub fn from_args(args: PresenceArgs, listen: SocketAddr) -> Result<Self, ConfigError> {
         if let Some(id) = args.worker_id.as_ref().filter(|id| !is_worker_id(id)) {
-            return Err(bad("worker-id", id, "letters, digits, '.', '_' and '-', not beginning with '.'".into()));
+            return Err(bad(
+                "worker-id",
+                id,
+                "letters, digits, '.', '_' and '-', not beginning with '.'".into(),
+            ));
         }
         let events = match &args.kv_events_config {
             Some(json) => PublishOptions::from_json(json)
@@ -88,15 +92,22 @@ pub struct Presence {
 
 impl Presence {
     /// Opens the sockets for KV events; returns the engine's end, too. `address` is where this worker listens.
-    pub fn open(config: &Config, address: SocketAddr, facts: Facts) -> anyhow::Result<(Self, Option<KvEventSink>)> {
+    pub fn open(
+        config: &Config,
+        address: SocketAddr,
+        facts: Facts,
+    ) -> anyhow::Result<(Self, Option<KvEventSink>)> {
         let host = config.presence.advertise_host.clone().unwrap_or_else(|| own_host(address.ip()));
         let bracketed = if host.contains(':') { format!("[{host}]") } else { host.clone() };
         let url = format!("http://{bracketed}:{}", address.port());
         let opened = match &config.presence.events {
-            Some(options) => Some(Handle::current().block_on(Publisher::open(options, config.block_size as u32))?),
+            Some(options) => {
+                Some(Handle::current().block_on(Publisher::open(options, config.block_size as u32))?)
+            }
             None => None,
         };
-        let (publisher, sink) = opened.map_or((None, None), |(publisher, sink)| (Some(publisher), Some(sink)));
+        let (publisher, sink) =
+            opened.map_or((None, None), |(publisher, sink)| (Some(publisher), Some(sink)));
         let snapshot_url = format!("{url}{SNAPSHOT_PATH}");
         let id = config.presence.worker_id.clone().unwrap_or_else(|| format!("{:016x}", facts.incarnation));
         let record = WorkerRecord {
@@ -137,7 +148,9 @@ impl Presence {
             Ok(registration) => self.registration = Some(registration),
             Err(error @ DiscoveryError::Taken { .. }) => return Err(error).context("--worker-id"),
             Err(error) if options.explicit => return Err(error.into()),
-            Err(error) => tracing::warn!(%error, "this worker is not registered: frontends find it only by its URL"),
+            Err(error) => {
+                tracing::warn!(%error, "this worker is not registered: frontends find it only by its URL")
+            }
         }
         Ok(())
     }

@@ -74,7 +74,14 @@ fn spawn(dir: &std::path::Path, client: u16, peer: u16) -> Child {
         .arg(dir)
         .args(["--listen-client-urls", &url(client), "--advertise-client-urls", &url(client)])
         .args(["--listen-peer-urls", &url(peer), "--initial-advertise-peer-urls", &url(peer)])
-        .args(["--initial-cluster", &format!("default={}", url(peer)), "--logger", "zap", "--log-level", "error"])
+        .args([
+            "--initial-cluster",
+            &format!("default={}", url(peer)),
+            "--logger",
+            "zap",
+            "--log-level",
+            "error",
+        ])
         .stdout(Stdio::null())
         .stderr(Stdio::null())
         .spawn()
@@ -89,7 +96,10 @@ impl Drop for Etcd {
 }
 
 async fn next(changes: &mut tokio::sync::mpsc::Receiver<Change>) -> Change {
-    tokio::time::timeout(Duration::from_secs(30), changes.recv()).await.expect("no change within 30 s").unwrap()
+    tokio::time::timeout(Duration::from_secs(30), changes.recv())
+        .await
+        .expect("no change within 30 s")
+        .unwrap()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -111,7 +121,10 @@ async fn workers_are_found_over_etcd_until_their_lease_ends() {
     // ops-06: one id, one worker; the loser takes nothing away.
     let twin = WorkerRecord { worker_id: record(1, None).worker_id, ..record(3, None) };
     let refused = two.register(twin.clone()).await.map(drop).unwrap_err();
-    assert!(matches!(&refused, DiscoveryError::Taken { owner, .. } if owner.contains("0000000000000001")), "{refused}");
+    assert!(
+        matches!(&refused, DiscoveryError::Taken { owner, .. } if owner.contains("0000000000000001")),
+        "{refused}"
+    );
 
     // A record that is none changes nothing for the others, and is counted.
     put(&etcd.url(), "/kvferry/test/workers/bad", "{\"worker_id\": 7").await;

@@ -71,7 +71,6 @@ async fn an_unknown_parent_is_counted_and_made_good() {
     let worker = FakeWorker::start(1, &PublishOptions::on_host("127.0.0.1")).await;
     let following = start(&worker);
     until("the first snapshot", || following.router.workers()[0].index == IndexSource::Events).await;
-    tokio::time::sleep(std::time::Duration::from_secs(1)).await;
     let prompt = tokens(3, 12 * BLOCK);
     worker.hold(&prompt, 10);
     worker.store(&prompt, 10);

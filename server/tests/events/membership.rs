@@ -7,8 +7,8 @@ use std::time::Duration;
 use engine::kv_events::KvEvent;
 use server::discovery::file::FileDiscovery;
 use server::discovery::{Change, Discovery};
-use server::events::subscriber::follow;
 use server::events::options::PublishOptions;
+use server::events::subscriber::follow;
 use server::router::{Condition, IndexSource, Prompt, Router, WorkerId};
 use tokio::sync::mpsc::Receiver;
 
@@ -66,7 +66,10 @@ async fn workers_join_are_followed_and_leave() {
     assert_eq!(reason, "its blocks have 32 tokens, those of the other workers 16");
     assert_eq!(router.mismatches(), 2, "neither of the two publishes events");
     let booking = router.route(&Prompt::from_tokens(&prompt, None, BLOCK), &[]).unwrap();
-    assert_eq!((booking.choice().serve, booking.index(), booking.predicted_tokens()), (WorkerId(1), IndexSource::Events, 304));
+    assert_eq!(
+        (booking.choice().serve, booking.index(), booking.predicted_tokens()),
+        (WorkerId(1), IndexSource::Events, 304)
+    );
     drop(booking);
     // Dropped, not withdrawn: as if its process had died. Its lease ends.
     drop(first);

@@ -1,21 +1,28 @@
 //! The router as request tasks use it: workers, index and bookings behind one lock, held for microseconds.
 
+mod booking;
+mod feed;
+mod status;
+#[cfg(test)]
+mod tests;
+
 use std::collections::BTreeMap;
-use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use serde::Serialize;
-
-use super::bookings::{BookingId, Bookings, Order};
+use self::feed::alarm;
+use super::bookings::{Bookings, Order};
 use super::disagg::{self, DisaggPolicy, Estimate, Side, Speeds};
-use super::index::{ExactIndex, RecentIndex, recent::Used};
+use super::index::{ExactIndex, RecentIndex};
 use super::policy::{Choice, Draw, NoWorker, RoutePolicy};
 use super::prompt::Prompt;
-use super::source::{Expectation, Source, SourceCode};
+use super::source::{Expectation, Source};
 use super::view::{ClusterView, IndexSource, Load, WorkerView};
 use super::worker::{Condition, WorkerId};
 use crate::discovery::WorkerRecord;
+
+pub use booking::Booking;
+pub use status::{Alarm, Applied, Explanation, IndexChange, Sizes, WorkerStatus};
 
 /// What the router is told at start.
 #[derive(Debug)]
@@ -86,76 +93,6 @@ pub struct Router {
     config: RouterConfig,
     started: Instant,
     state: Mutex<State>,
-}
-
-/// What happened to the blocks of a worker, in the names of the index.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum IndexChange {
-    Store { parent: Option<super::policy::BlockKey>, keys: Vec<super::policy::BlockKey> },
-    Remove(Vec<super::policy::BlockKey>),
-    Clear,
-}
-
-/// What the changes of one batch did.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Applied {
-    pub stored: usize,
-    pub removed: usize,
-    /// Blocks whose parent the worker is not known to hold: something was missed.
-    pub orphans: usize,
-}
-
-/// An alarm of one worker's index that must be shown.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Alarm {
-    pub worker: WorkerId,
-    pub worker_id: String,
-    pub url: String,
-    pub code: SourceCode,
-}
-
-/// One worker, for `/health`, the status page and metrics.
-#[derive(Clone, Debug, Serialize)]
-pub struct WorkerStatus {
-    pub record: Arc<WorkerRecord>,
-    pub condition: Condition,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub misfit: Option<String>,
-    pub index: IndexSource,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub alarm: Option<SourceCode>,
-    pub load: Load,
-    /// Blocks that the index in use knows of it.
-    pub cached_blocks: u64,
-    pub orphan_blocks: u64,
-    pub requests: u64,
-}
-
-/// A dry run: what a request would see.
-#[derive(Clone, Debug, Serialize)]
-pub struct Explanation {
-    pub mode: &'static str,
-    pub num_tokens: usize,
-    pub num_blocks: usize,
-    pub block_size: usize,
-    pub cluster: ClusterView,
-    pub choice: Option<Choice>,
-    /// Who computes the prompt, where there is a prefill worker for it.
-    pub disagg: Option<Estimate>,
-    pub error: Option<String>,
-}
-
-/// Sizes of the router's state, for gauges: all bounded, and bookings 0 when nothing runs.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Sizes {
-    pub exact_blocks: usize,
-    pub exact_bytes: usize,
-    pub recent_blocks: usize,
-    pub recent_bytes: usize,
-    pub open_bookings: usize,
-    pub expired_bookings: u64,
-    /// Times that events were missed.
-    pub event_gaps: u64,
 }
 
 impl Router {
@@ -236,7 +173,9 @@ impl Router {
             tracing::error!(worker = %id, url = record.url, reason, "a worker does not fit and gets no requests");
         }
         let record = Arc::new(record);
-        state.workers.insert(id, Entry { record, condition, misfit, refused, source, orphans, requests, speeds });
+        state
+            .workers
+            .insert(id, Entry { record, condition, misfit, refused, source, orphans, requests, speeds });
         outcome
     }
 
@@ -317,7 +256,8 @@ impl Router {
         let cluster = self.view(&mut state, prompt, &[]);
         let draw = Draw { turn: state.turn + 1, seed: rand::random() };
         let mut choice = self.config.policy.choose(&prompt.blocks(), &cluster, draw);
-        let disagg = choice.as_mut().ok().and_then(|choice| self.place_prefill(&state, &cluster, prompt, choice));
+        let disagg =
+            choice.as_mut().ok().and_then(|choice| self.place_prefill(&state, &cluster, prompt, choice));
         drop(state);
         Explanation {
             mode: self.mode(),
@@ -381,139 +321,6 @@ impl Router {
         })
     }
 
-    /// Takes what a worker's events say, in order. Workers that are not there (any more) are ignored.
-    pub fn apply(&self, worker: WorkerId, changes: &[IndexChange]) -> Applied {
-        let mut applied = Applied::default();
-        for change in changes {
-            // One change at a time, so that decisions do not wait for a long batch.
-            let mut state = self.lock();
-            let State { workers, exact, recent, .. } = &mut *state;
-            let Some(entry) = workers.get_mut(&worker) else { return applied };
-            match change {
-                IndexChange::Store { parent, keys } => {
-                    let stored = exact.store(worker, *parent, keys);
-                    applied.stored += stored.new;
-                    if stored.orphan {
-                        applied.orphans += keys.len();
-                        entry.orphans += keys.len() as u64;
-                    }
-                }
-                IndexChange::Remove(keys) => applied.removed += exact.remove(worker, keys),
-                IndexChange::Clear => {
-                    exact.clear(worker);
-                    recent.clear(worker);
-                }
-            }
-        }
-        applied
-    }
-
-    /// A worker turned out not to fit after it had joined.
-    pub fn refuse(&self, worker: WorkerId, reason: String) {
-        let mut state = self.lock();
-        let Some(entry) = state.workers.get_mut(&worker) else { return };
-        tracing::error!(%worker, url = entry.record.url, reason, "a worker does not fit and gets no requests");
-        entry.misfit = Some(reason.clone());
-        entry.refused = Some(reason);
-        entry.condition = Condition::Refused;
-        state.exact.clear(worker);
-    }
-
-    /// Batches of events that were missed and had to be asked for again, of all workers.
-    pub fn count_gap(&self) {
-        self.lock().gaps += 1;
-    }
-
-    /// Blocks that the worker's events could not place so far.
-    pub fn orphans(&self, worker: WorkerId) -> u64 {
-        self.lock().workers.get(&worker).map_or(0, |entry| entry.orphans)
-    }
-
-    /// Blocks of a worker that could not be placed because their parent is unknown.
-    pub fn count_orphans(&self, worker: WorkerId, blocks: usize) {
-        if let Some(entry) = self.lock().workers.get_mut(&worker) {
-            entry.orphans += blocks as u64;
-        }
-    }
-
-    /// Events of the worker came, or its snapshot was taken: its index is exact.
-    pub fn observed(&self, worker: WorkerId) {
-        let now = self.now();
-        self.with_source(worker, |source| source.observed(now));
-    }
-
-    /// Events of the worker were lost for good: nothing that they said is believed any more.
-    pub fn lost(&self, worker: WorkerId) {
-        self.lock().exact.clear(worker);
-        self.with_source(worker, |source| {
-            source.lost();
-            None
-        });
-    }
-
-    /// What must be looked at now and then: once a second is enough. Returns the alarms raised, which are logged already.
-    pub fn tick(&self) -> Vec<Alarm> {
-        let now = self.now();
-        let mut state = self.lock();
-        let expired = state.bookings.expire(now);
-        state.expired_bookings += expired as u64;
-        state.recent.expire(now);
-        let raise = |(id, entry): (&WorkerId, &mut Entry)| {
-            entry.source.tick(now).map(|code| alarm(*id, &entry.record, code))
-        };
-        let alarms: Vec<_> = state.workers.iter_mut().filter_map(raise).collect();
-        drop(state);
-        if expired > 0 {
-            tracing::error!(expired, "bookings were given up: their requests never ended. This is a bug.");
-        }
-        alarms.iter().for_each(|alarm| self.raise(alarm));
-        alarms
-    }
-
-    /// Workers whose index is not fed as expected: the value of `router_kv_event_source_mismatch_workers`.
-    pub fn mismatches(&self) -> usize {
-        self.lock().workers.values().filter(|entry| entry.source.alarm().is_some()).count()
-    }
-
-    /// Names that the exact index has of a worker, for audits against what it really holds.
-    pub fn indexed_keys(&self, worker: WorkerId) -> Vec<super::policy::BlockKey> {
-        self.lock().exact.keys_of(worker).to_vec()
-    }
-
-    fn with_source(&self, worker: WorkerId, act: impl FnOnce(&mut Source) -> Option<SourceCode>) {
-        let mut state = self.lock();
-        let Some(entry) = state.workers.get_mut(&worker) else { return };
-        let alarm = act(&mut entry.source).map(|code| alarm(worker, &entry.record, code));
-        drop(state);
-        alarm.iter().for_each(|alarm| self.raise(alarm));
-    }
-
-    fn raise(&self, alarm: &Alarm) {
-        let (worker, url, code) = (&alarm.worker_id, &alarm.url, alarm.code.as_str());
-        let fallback = match (self.config.kv_events_required, self.config.kv_degrade) {
-            (true, _) => "it gets no requests (--router-kv-events-required)",
-            (false, true) => "its index is approximate until then",
-            (false, false) => "it has no overlap until then (--router-kv-degrade off)",
-        };
-        match alarm.code {
-            SourceCode::Recovered => tracing::info!(worker, url, code, "KV events come again"),
-            SourceCode::PublisherDisabled => tracing::error!(
-                worker,
-                url,
-                code,
-                fallback,
-                "a worker publishes no KV events: start it with --kv-events, or the router with --no-router-kv-events"
-            ),
-            SourceCode::NotObserved => tracing::error!(
-                worker,
-                url,
-                code,
-                fallback,
-                "no KV events come from a worker that says it publishes them: check that its event port can be reached"
-            ),
-        }
-    }
-
     fn view(&self, state: &mut State, prompt: &Prompt, without: &[WorkerId]) -> ClusterView {
         let now = self.now();
         let keys = &prompt.keys;
@@ -536,7 +343,8 @@ impl Router {
             };
             let barred = self.config.kv_events_required && entry.source.alarm().is_some();
             let load = state.bookings.load(*id);
-            let full = entry.condition == Condition::Ready && self.is_full(load, entry.record.capacity_blocks);
+            let full =
+                entry.condition == Condition::Ready && self.is_full(load, entry.record.capacity_blocks);
             let condition = match (barred, full) {
                 (true, _) => Condition::Refused,
                 (false, true) => Condition::Overloaded,
@@ -568,7 +376,8 @@ impl Router {
     ) -> Option<Estimate> {
         let side = |id: WorkerId| {
             let view = cluster.get(id)?;
-            let cached = (view.overlap_blocks as usize * prompt.block_size).min(prompt.num_tokens.saturating_sub(1));
+            let cached =
+                (view.overlap_blocks as usize * prompt.block_size).min(prompt.num_tokens.saturating_sub(1));
             Some(Side {
                 uncached_tokens: prompt.num_tokens - cached,
                 queued_tokens: view.load.prefill_tokens,
@@ -637,91 +446,6 @@ impl State {
             IndexSource::Events => self.exact.blocks_of(worker) as u64,
             IndexSource::Approximate => self.recent.blocks_of(worker) as u64,
             IndexSource::None => 0,
-        }
-    }
-}
-
-fn alarm(worker: WorkerId, record: &WorkerRecord, code: SourceCode) -> Alarm {
-    Alarm { worker, worker_id: record.worker_id.clone(), url: record.url.clone(), code }
-}
-
-/// A request's place on its workers, given up when dropped.
-pub struct Booking {
-    router: Arc<Router>,
-    id: BookingId,
-    prompt: Prompt,
-    choice: Choice,
-    estimate: Option<Estimate>,
-    index: IndexSource,
-    predicted_tokens: usize,
-    used: Vec<(WorkerId, Used)>,
-    open: bool,
-}
-
-impl fmt::Debug for Booking {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Booking").field("id", &self.id).field("choice", &self.choice).finish_non_exhaustive()
-    }
-}
-
-impl Booking {
-    pub fn choice(&self) -> &Choice {
-        &self.choice
-    }
-
-    /// Who computes the prompt and why, where there was a prefill worker for it.
-    pub fn estimate(&self) -> Option<&Estimate> {
-        self.estimate.as_ref()
-    }
-
-    /// Where the overlap with the worker that computes the prompt came from: the `x-kv-index` header.
-    pub fn index(&self) -> IndexSource {
-        self.index
-    }
-
-    /// Prompt tokens that the worker should have cached, to be compared with what it says.
-    pub fn predicted_tokens(&self) -> usize {
-        self.predicted_tokens
-    }
-
-    /// The first token came.
-    pub fn first_token(&self) {
-        let now = self.router.now();
-        let mut state = self.router.lock();
-        state.bookings.first_token(self.id, now);
-        // Blocks that the worker did not have are stored there by now, and their event is due.
-        let full = self.prompt.num_tokens / self.prompt.block_size;
-        if self.predicted_tokens / self.prompt.block_size + 1 < full {
-            let computing = self.choice.prefill.unwrap_or(self.choice.serve);
-            if let Some(entry) = state.workers.get_mut(&computing) {
-                entry.source.expect_event(now);
-            }
-        }
-    }
-
-    /// The answer has `tokens` tokens by now. Cheap, but not needed for each: once a block is enough.
-    pub fn generated(&self, tokens: usize) {
-        let now = self.router.now();
-        self.router.lock().bookings.generated(self.id, tokens, now);
-    }
-
-    /// The request never reached the worker: its load goes, and what the approximate index learnt from it.
-    pub fn undo(&mut self) {
-        if !std::mem::replace(&mut self.open, false) {
-            return;
-        }
-        let mut state = self.router.lock();
-        state.bookings.finish(self.id);
-        for (worker, used) in &self.used {
-            state.recent.untouch(*worker, &self.prompt.keys, *used);
-        }
-    }
-}
-
-impl Drop for Booking {
-    fn drop(&mut self) {
-        if self.open {
-            self.router.lock().bookings.finish(self.id);
         }
     }
 }
