@@ -8,8 +8,8 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{DType, Device, Result, Tensor};
-use kernels::ops::{self, SplitQkv, Weight};
 use kernels::KvPool;
+use kernels::ops::{self, SplitQkv, Weight};
 
 use crate::config::ModelConfig;
 use crate::error::ModelError;

@@ -105,7 +105,9 @@ pub enum ConfigError {
     PrefillNeedsDecode { value: String, role: Role },
     #[error("--{flag} is {value:?}, but --role is {}: only --role frontend takes it", role.as_str())]
     NeedsFrontend { flag: &'static str, value: String, role: Role },
-    #[error("--model is missing, expected a folder, a Hugging Face id or demo: only --role frontend does without")]
+    #[error(
+        "--model is missing, expected a folder, a Hugging Face id or demo: only --role frontend does without"
+    )]
     NoModel,
     #[error("KV events need --model: they name blocks of tokens, which only the model's tokenizer can make")]
     EventsNeedModel,
@@ -247,8 +249,7 @@ pub(crate) fn peer_url(flag: &'static str, url: &str) -> Result<PeerUrl, ConfigE
         let port = uri.port_u16().filter(|&port| port > 0)?;
         plain.then_some(PeerUrl { host, port })
     };
-    parse()
-        .ok_or_else(|| bad(flag, url, "a URL with host and port, such as http://127.0.0.1:8001".into()))
+    parse().ok_or_else(|| bad(flag, url, "a URL with host and port, such as http://127.0.0.1:8001".into()))
 }
 
 impl fmt::Display for PeerUrl {

@@ -24,7 +24,8 @@ fn main() -> ExitCode {
     let var = |name: &str| std::env::var(name).ok();
     let ended = match args.role {
         Role::Frontend => {
-            let config = frontend::Config::from_args(args, var).unwrap_or_else(|error| exit(error.to_string()));
+            let config =
+                frontend::Config::from_args(args, var).unwrap_or_else(|error| exit(error.to_string()));
             frontend::run(config)
         }
         Role::Both | Role::Prefill | Role::Decode => {

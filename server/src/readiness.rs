@@ -69,7 +69,12 @@ impl Readiness {
             if *state == State::Draining || *state == next {
                 return false;
             }
-            tracing::info!(from = state.label(), to = next.label(), reason = next.reason(), "readiness changed");
+            tracing::info!(
+                from = state.label(),
+                to = next.label(),
+                reason = next.reason(),
+                "readiness changed"
+            );
             *state = next;
             true
         });

@@ -46,6 +46,8 @@ pub use plan::coalesce;
 pub use probe::{ProbeReport, Scratch};
 pub use registry::{TransportConfig, open};
 pub use summary::Summary;
-pub use transport::{DeviceMemory, Direction, Event, Memory, PeerId, Region, Span, Transport, XferId, XferStats};
+pub use transport::{
+    DeviceMemory, Direction, Event, Memory, PeerId, Region, Span, Transport, XferId, XferStats,
+};
 pub use ucx::{Setting, UcxLanes};
 pub use wire::{Hello, LayoutFingerprint, Mismatch};

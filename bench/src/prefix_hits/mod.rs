@@ -16,11 +16,11 @@ use crate::error::{BenchError, Result};
 use crate::machine::{self, Machine};
 use crate::prompts;
 use crate::sample::{self, Load, Prompt, Sample};
+use crate::workload::Workload;
 pub use args::Args;
 use counted::Counted;
 use lru::BlockLru;
 use report::{Outcome, Report, Summary};
-use crate::workload::Workload;
 
 /// Fewer different token ids could make two suffixes begin alike.
 const ALPHABET: usize = 32;

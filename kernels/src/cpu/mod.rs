@@ -24,9 +24,9 @@ pub mod packed;
 pub mod pointwise;
 pub mod priority;
 pub mod qkv;
+pub mod roof;
 #[cfg(target_arch = "x86_64")]
 mod simd;
-pub mod roof;
 mod soften;
 pub mod team;
 mod tiles;

@@ -265,7 +265,8 @@ impl Client {
 
     /// Ends a lease, and the key with it. One that is over already is no trouble.
     async fn revoke(&self, lease: &str) {
-        let revoked = self.call("lease/revoke", &json!({ "ID": lease })).await.map_err(|error| error.to_string());
+        let revoked =
+            self.call("lease/revoke", &json!({ "ID": lease })).await.map_err(|error| error.to_string());
         if let Err(reason) = revoked
             && !reason.contains("not found")
         {

@@ -41,7 +41,8 @@ pub async fn completions(
     check_count(prompts.len() * options.n, serving.engine.info().max_queued)?;
     let prompts = serving.text.clone().encode(prompts).await?;
     let default_max_tokens = DEFAULT_MAX_TOKENS;
-    let job = Job { api: Api::Completions, request_id, arrival, options, prompts, default_max_tokens, kv, prefill };
+    let job =
+        Job { api: Api::Completions, request_id, arrival, options, prompts, default_max_tokens, kv, prefill };
     respond(&state, serving, job).await
 }
 

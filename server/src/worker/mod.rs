@@ -165,7 +165,8 @@ fn link(config: &Config, state: &Arc<AppState>, context: LinkContext, runtime: &
     let peers = Peers::new(&config.prefill, state.readiness.clone());
     let demand = Demand::new(context.clone());
     let named = Named::new(context.clone(), demand.clone(), peers.clone());
-    let first = state.kv.set(Handoffs::Fetches { demand: demand.clone(), peers: peers.clone(), named }).is_ok();
+    let first =
+        state.kv.set(Handoffs::Fetches { demand: demand.clone(), peers: peers.clone(), named }).is_ok();
     assert!(first, "a process loads one model. This is a bug.");
     if config.prefill.is_empty() {
         return state.readiness.set(State::Ready);
