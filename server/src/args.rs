@@ -97,11 +97,10 @@ pub struct Args {
     #[arg(long, value_name = "CORES", value_parser = cpu_list, help_heading = MODEL)]
     pub cpu_affinity: Option<CpuList>,
 
-    /// How much compute threads give way to other processes (0 to 19, as nice(1)). When not given 0, but 10 for a decode
-    /// worker with a prefill worker on its machine: what prompts leave is enough for tokens, and first tokens wait for
-    /// prompts.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=19), help_heading = MODEL)]
-    pub cpu_nice: Option<u8>,
+    /// How much compute threads give way to other processes (0 to 19, as nice(1)): for a decode worker that shares its
+    /// cores with a prefill worker, where first tokens matter more than the next ones.
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=19), help_heading = MODEL)]
+    pub cpu_nice: u8,
 
     /// Address or host name to listen on.
     #[arg(long, default_value = "127.0.0.1", help_heading = HTTP)]

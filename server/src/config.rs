@@ -65,7 +65,7 @@ pub struct Config {
     /// Cores for the threads that compute and move KV; `None` leaves them as they are.
     pub cpu_affinity: Option<Vec<usize>>,
     /// How much they give way to other processes; `None`: as the deployment suggests.
-    pub cpu_nice: Option<u8>,
+    pub cpu_nice: u8,
     pub device: DeviceKind,
     /// The library that stands in for a CUDA device.
     pub cuda_emulator: Option<PathBuf>,

@@ -54,7 +54,7 @@ fn load_model(config: &Config, dir: &Path) -> anyhow::Result<Compute> {
         kernels::cpu::team::pin_thread(cpus)
             .with_context(|| format!("--cpu-affinity names none of this process's cores: {cpus:?}"))?;
     }
-    let nice = super::niceness(config);
+    let nice = config.cpu_nice;
     let first = kernels::cpu::priority::set_threads(config.threads, nice);
     let first = first.with_context(|| format!("the compute threads cannot start with --cpu-nice {nice}"))?;
     assert!(first, "the compute threads start with the first model. This is a bug.");

@@ -103,8 +103,7 @@ pub fn load(config: &Config, state: &Arc<AppState>) -> anyhow::Result<Worker> {
     let address = *state.address.get().expect("the port is taken before anything is loaded. This is a bug.");
     let (mut presence, kv_events) = Presence::open(config, address, facts)?;
     let max_prompt_tokens = (max_model_len - 1).min(pool.num_blocks() * config.block_size) as u64;
-    let nice = niceness(config);
-    let parts = Parts { config: core, info, metrics, runner, nice, pool: Some(pool), driver, kv_events };
+    let parts = Parts { config: core, info, metrics, runner, nice: config.cpu_nice, pool: Some(pool), driver, kv_events };
     let engine = service::spawn(parts, events, queue);
     state.record.set(presence.record.clone()).expect("a process loads one model. This is a bug.");
     presence.register()?;
@@ -141,13 +140,6 @@ pub fn load(config: &Config, state: &Arc<AppState>) -> anyhow::Result<Worker> {
         presence.close();
     };
     Ok(Worker { serving, start, stop: Box::new(stop) })
-}
-
-/// How much computing gives way to other processes of the machine.
-fn niceness(config: &Config) -> u8 {
-    let beside_prefill =
-        config.role == Role::Decode && !config.prefill.is_empty() && transport::same_host(config);
-    config.cpu_nice.unwrap_or(if beside_prefill { 10 } else { 0 })
 }
 
 /// The tasks that keep links, to be ended with the worker.
