@@ -1,11 +1,12 @@
 //! `bench`: every measurement of kvferry, each a subcommand in a file or folder of its own, and the demonstration.
 //!
-//! It starts the `serve` processes that it measures, on free loopback ports, and ends them whatever happens. All of it
-//! runs on one thread: the cores are the workers'.
+//! It starts the `serve` processes that it measures, on free loopback ports, and ends them whatever happens. All of that
+//! runs on one thread: the cores are the workers'. `compute` alone measures in this process.
 //!
 //! Not here: what is right or wrong inside the program (tests), and anything that a worker does.
 
 mod client;
+mod compute;
 mod demo;
 mod deployment;
 mod error;
@@ -44,6 +45,8 @@ enum Command {
     Ttft(ttft::Args),
     PrefixHits(prefix_hits::Args),
     Profile(profile::Args),
+    Kernels(compute::kernels::Args),
+    Engine(compute::engine::Args),
     Demo(demo::Args),
 }
 
@@ -70,6 +73,8 @@ async fn run(command: Command) -> Result<ExitCode> {
         Command::Ttft(args) => Box::pin(ttft::run(args)).await?,
         Command::PrefixHits(args) => Box::pin(prefix_hits::run(args)).await?,
         Command::Profile(args) => Box::pin(profile::run(args)).await?,
+        Command::Kernels(args) => compute::kernels::run(args).await?,
+        Command::Engine(args) => compute::engine::run(args).await?,
         Command::Demo(args) => Box::pin(demo::run(args)).await?,
     }
     Ok(ExitCode::SUCCESS)

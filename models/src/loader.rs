@@ -2,8 +2,8 @@
 
 use candle_core::{Device, Tensor};
 use half::bf16;
-use kernels::cpu::{Packed, Precision};
 use kernels::cpu::arena::{Arena, release_file_pages};
+use kernels::cpu::{Packed, Precision};
 use kernels::ops::Weight;
 
 use crate::config::ModelConfig;

@@ -6,9 +6,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use axum::http::Uri;
+use kernels::cpu::Isa;
 use models::{ModelError, SourceOptions};
 
-use crate::args::{Args, DType, DeviceKind, KvFailure, KvTransport, Role};
+use crate::args::{Args, DType, DeviceKind, KvFailure, KvTransport, Quantization, Role};
 use crate::size::ByteSize;
 
 /// Used when neither `--num-kv-blocks` nor `--kv-cache-memory-bytes` is given: 9,362 tokens of Qwen3-0.6B in
@@ -33,6 +34,7 @@ pub struct Config {
     pub prefill: Vec<PeerUrl>,
     pub dtype: DType,
     pub kv_cache_dtype: DType,
+    pub quantization: Quantization,
     pub block_size: usize,
     pub kv_cache: KvCacheSize,
     pub max_model_len: Option<usize>,
@@ -45,6 +47,8 @@ pub struct Config {
     pub request_timeout: Duration,
     pub shutdown_grace: Duration,
     pub threads: usize,
+    /// Instructions to compute with; `None` for the best that the CPU has.
+    pub cpu_isa: Option<Isa>,
     /// Cores for the threads that compute and move KV; `None` leaves them as they are.
     pub cpu_affinity: Option<Vec<usize>>,
     pub device: DeviceKind,
@@ -100,6 +104,9 @@ impl Config {
         if let Some(dir) = args.nixl_dir.as_ref().filter(|dir| !dir.is_dir()) {
             return Err(bad("nixl-dir", dir.display(), "an existing folder".into()));
         }
+        if args.quantization == Quantization::Int8 && args.dtype == DType::F32 {
+            return Err(bad("quantization", "int8", "none with --dtype f32".into()));
+        }
         let cpu_affinity = args.cpu_affinity.map(|cpus| cpus.0);
         let default_threads = || match &cpu_affinity {
             Some(cpus) => cpus.len(),
@@ -115,6 +122,7 @@ impl Config {
             prefill: prefill_peers(args.role, &args.prefill)?,
             dtype: args.dtype,
             kv_cache_dtype: args.kv_cache_dtype,
+            quantization: args.quantization,
             block_size: args.block_size,
             kv_cache,
             max_model_len: args.max_model_len,
@@ -127,6 +135,7 @@ impl Config {
             request_timeout: Duration::from_secs_f64(args.request_timeout_secs),
             shutdown_grace: Duration::from_secs_f64(args.shutdown_grace_secs),
             threads: args.threads.unwrap_or_else(default_threads),
+            cpu_isa: args.cpu_isa,
             cpu_affinity,
             device: args.device,
             sim_profile: args.sim_profile,

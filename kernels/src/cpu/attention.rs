@@ -269,7 +269,10 @@ mod tests {
 
     #[test]
     fn attention_in_f32_agrees_with_f64() {
-        for (dtype, isa) in [KvDtype::F32, KvDtype::Bf16].into_iter().flat_map(|dtype| Isa::available().map(move |isa| (dtype, isa))) {
+        for (dtype, isa) in [KvDtype::F32, KvDtype::Bf16]
+            .into_iter()
+            .flat_map(|dtype| Isa::available().map(move |isa| (dtype, isa)))
+        {
             for case in cases(dtype) {
                 let error = error(&case, isa, false);
                 assert!(error < 2e-5, "{isa:?} {:?} {:?}: {error:e}", case.seqs, case.layout);

@@ -48,8 +48,11 @@ pub unsafe fn attend(isa: Isa, task: &Attention<'_>, q: Input<'_>, out: &mut Out
         }
         PACKED.with_borrow_mut(|packed| {
             let base = packed.get(words).as_mut_ptr();
-            let context = |(seq, kv_head, first)| {
-                Context { seq, kv_head, shape: shape(seq), words: base.wrapping_add(first) }
+            let context = |(seq, kv_head, first)| Context {
+                seq,
+                kv_head,
+                shape: shape(seq),
+                words: base.wrapping_add(first),
             };
             let contexts: Vec<Context<'_>> = some.into_iter().map(context).collect();
             // SAFETY: passed on from the caller; each context has words of its own.
@@ -223,7 +226,14 @@ impl Tile<'_> {
     ///
     /// # Safety
     /// As [`attend`], and the span is inside the context.
-    unsafe fn score(&self, tiles: &mut Tiles, first: usize, keys: usize, queries: &[u32], scores: &mut [f32]) {
+    unsafe fn score(
+        &self,
+        tiles: &mut Tiles,
+        first: usize,
+        keys: usize,
+        queries: &[u32],
+        scores: &mut [f32],
+    ) {
         let pairs = self.context.shape.pairs;
         for panel in (0..keys).step_by(COLUMNS) {
             let piece = Piece {

@@ -5,10 +5,10 @@
 
 use half::bf16;
 
-#[cfg(target_arch = "x86_64")]
-use super::simd;
 use super::attention::Attention;
 use super::packed::{COLUMNS, STEP};
+#[cfg(target_arch = "x86_64")]
+use super::simd;
 use super::{Isa, tiles};
 use crate::batch::SeqSpan;
 use crate::layout::Half;
@@ -105,7 +105,8 @@ impl Context<'_> {
 /// `to[pair][column]` is the pair of elements of row `column`; zero beyond a row's end.
 fn transpose(isa: Isa, rows: &[&[bf16]; COLUMNS], to: &mut [u32]) {
     #[cfg(target_arch = "x86_64")]
-    if isa >= Isa::Avx512 && rows.iter().all(|row| row.len() == rows[0].len() && row.len().is_multiple_of(32)) {
+    if isa >= Isa::Avx512 && rows.iter().all(|row| row.len() == rows[0].len() && row.len().is_multiple_of(32))
+    {
         to[rows[0].len() / 2 * COLUMNS..].fill(0);
         for (columns, rows) in rows.as_chunks::<16>().0.iter().enumerate() {
             for first in (0..rows[0].len()).step_by(32) {

@@ -15,12 +15,8 @@ const ROWS: usize = 16;
 /// Rounds up to [`COLUMNS`] rows of little-endian bf16 and puts them in the order of a panel.
 pub fn pack_panel(rows: &[&[u8]], panel: &mut [u32], scales: &mut [Scale]) {
     for (column, (row, scale)) in rows.iter().zip(scales).enumerate() {
-        let values: Vec<f32> = row
-            .as_chunks::<2>()
-            .0
-            .iter()
-            .map(|bytes| half::bf16::from_le_bytes(*bytes).to_f32())
-            .collect();
+        let values: Vec<f32> =
+            row.as_chunks::<2>().0.iter().map(|bytes| half::bf16::from_le_bytes(*bytes).to_f32()).collect();
         let factor = factor(&values);
         let to = panel[column..].iter_mut().step_by(COLUMNS);
         for (word, values) in to.zip(values.chunks(4)) {
@@ -61,7 +57,8 @@ pub fn quantize_rows(x: Input<'_>, k: usize, to: &mut [u32], row: usize, factors
     let rows = x.len() / k;
     factors.clear();
     factors.resize(rows, 0.0);
-    let (to, factors) = (super::attention::Rows(to.as_mut_ptr()), super::attention::Rows(factors.as_mut_ptr()));
+    let (to, factors) =
+        (super::attention::Rows(to.as_mut_ptr()), super::attention::Rows(factors.as_mut_ptr()));
     let (to, factors) = (&to, &factors);
     team::run(rows.div_ceil(ROWS), |task| {
         let mut wide = vec![0f32; k];

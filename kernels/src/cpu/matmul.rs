@@ -200,7 +200,11 @@ impl<F: Finish> Product<'_, F> {
             let range = task % groups * TASK_PANELS..panels.min((task % groups + 1) * TASK_PANELS);
             for word in (0..depth).step_by(step) {
                 let words = word..depth.min(word + step);
-                self.sum(tiles, Part { rows: rows.clone(), panels: range.clone(), words, stream: false }, sums);
+                self.sum(
+                    tiles,
+                    Part { rows: rows.clone(), panels: range.clone(), words, stream: false },
+                    sums,
+                );
             }
             self.finish(rows, range, sums);
         });
@@ -285,7 +289,8 @@ mod tests {
     /// Sums in f64 of the bf16 inputs, which every path computes with exactly.
     fn check(isa: Isa, (m, n, k): (usize, usize, usize), bias: bool, add: bool, round: bool) {
         let (x, w) = (values(m * k, 1), values(n * k, 2));
-        let packed = Packed::new(&mut Arena::default(), &[bytemuck::cast_slice(&w)], k, Precision::Bf16).unwrap();
+        let packed =
+            Packed::new(&mut Arena::default(), &[bytemuck::cast_slice(&w)], k, Precision::Bf16).unwrap();
         let wide: Vec<f32> = x.iter().map(|x| x.to_f32()).collect();
         let bias: Option<Vec<f32>> = bias.then(|| (0..n).map(|i| i as f32 / 8.0).collect());
         let mut y = vec![if add { 0.5 } else { f32::NAN }; m * n];
@@ -326,7 +331,8 @@ mod tests {
     fn a_row_is_the_same_alone_and_among_others() {
         let (n, k) = (192, 1500);
         let (x, w) = (values(300 * k, 3), values(n * k, 4));
-        let packed = Packed::new(&mut Arena::default(), &[bytemuck::cast_slice(&w)], k, Precision::Bf16).unwrap();
+        let packed =
+            Packed::new(&mut Arena::default(), &[bytemuck::cast_slice(&w)], k, Precision::Bf16).unwrap();
         for isa in Isa::available() {
             let mut alone = vec![0f32; n];
             matmul(isa, Input::Bf16(&x[..k]), &packed, None, &mut alone, false);

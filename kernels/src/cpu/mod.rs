@@ -23,9 +23,9 @@ pub mod matmul;
 pub mod packed;
 pub mod pointwise;
 pub mod qkv;
+pub mod roof;
 #[cfg(target_arch = "x86_64")]
 mod simd;
-pub mod roof;
 mod soften;
 pub mod team;
 mod tiles;

@@ -3,9 +3,9 @@
 use std::io;
 
 use super::arena::{Arena, HugeSlice};
+use super::team;
 #[cfg(target_arch = "x86_64")]
 use super::{Isa, simd};
-use super::team;
 
 /// Output columns of a panel: four AVX-512 registers of f32 sums.
 pub const COLUMNS: usize = 64;

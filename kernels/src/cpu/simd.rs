@@ -67,7 +67,10 @@ pub unsafe fn transpose_words(from: [*const u32; 16], to: *mut u32, to_row: usiz
     // SAFETY: passed on from the caller. Moving bits through float registers changes none.
     unsafe {
         let columns = transpose(from.map(|row| _mm512_loadu_ps(row.cast())));
-        columns.iter().enumerate().for_each(|(i, column)| _mm512_storeu_ps(to.add(i * to_row).cast(), *column));
+        columns
+            .iter()
+            .enumerate()
+            .for_each(|(i, column)| _mm512_storeu_ps(to.add(i * to_row).cast(), *column));
     }
 }
 

@@ -153,7 +153,8 @@ mod tests {
             for (len, step, rise) in [(1, 1, 0.0), (40, 16, 0.0), (300, 64, 0.3), (513, 128, -0.1)] {
                 let scores: Vec<f32> =
                     (0..len).map(|i| (i * 37 % 101) as f32 / 10.0 + rise * i as f32).collect();
-                let (mut softmax, mut output, exact) = (Softmax::new(4), 0f64, |score: f32| (f64::from(score) / 2.0).exp());
+                let (mut softmax, mut output, exact) =
+                    (Softmax::new(4), 0f64, |score: f32| (f64::from(score) / 2.0).exp());
                 for scores in scores.chunks(step) {
                     let mut weights = vec![f32::NAN; scores.len() + 3];
                     let mut padded = scores.to_vec();

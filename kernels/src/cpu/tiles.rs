@@ -1,9 +1,9 @@
 //! Rows times one panel of a packed matrix, on any instruction set: what products and attention are made of.
 
-#[cfg(target_arch = "x86_64")]
-use super::{amx, dp};
 use super::packed::Precision;
 use super::{Isa, int8, widen};
+#[cfg(target_arch = "x86_64")]
+use super::{amx, dp};
 
 /// Rows that the register tiles take at once; AMX takes more. Callers that choose their number of rows choose multiples.
 pub const ROWS: usize = widen::ROWS;

@@ -8,11 +8,12 @@ use anyhow::{Context, bail};
 use engine::runner::{ModelRunner, Runner};
 use engine::sampler::Vocabulary;
 use engine::sim::{ModelSize, Profile, SimRunner};
+use kernels::cpu::Isa;
 use kernels::{BatchMeta, KvDtype, KvLayout, KvPool};
 use models::qwen::{Batch, ComputeDtype, Qwen};
 use models::{ModelConfig, ModelFiles, TextFiles};
 
-use crate::args::{DType, DeviceKind};
+use crate::args::{DType, DeviceKind, Quantization};
 use crate::config::{Config, KvCacheSize};
 
 /// A model's text side, its KV pool and what computes on it.
@@ -35,6 +36,7 @@ pub fn load(config: &Config, dir: &Path) -> anyhow::Result<Compute> {
     tracing::info!(
         model = %dir.display(),
         threads = config.threads,
+        cpu_isa = Isa::detect().as_str(),
         kv_blocks = compute.pool.num_blocks(),
         kv_tokens = compute.pool.num_blocks() * config.block_size,
         kv_bytes = compute.pool.len(),
@@ -53,6 +55,9 @@ fn load_model(config: &Config, dir: &Path) -> anyhow::Result<Compute> {
     }
     let first = kernels::cpu::team::set_threads(config.threads);
     assert!(first, "the compute threads start with the first model. This is a bug.");
+    if let Some(isa) = config.cpu_isa {
+        assert!(Isa::choose(isa), "the instructions are chosen before the first kernel runs. This is a bug.");
+    }
     let ModelFiles {
         dir,
         config: model_config,
@@ -60,11 +65,14 @@ fn load_model(config: &Config, dir: &Path) -> anyhow::Result<Compute> {
         weights,
         tokenizer,
         chat_template,
-        fingerprint,
+        mut fingerprint,
         ..
     } = ModelFiles::load(dir)?;
+    if config.quantization == Quantization::Int8 {
+        fingerprint += " int8";
+    }
     let max_model_len = max_model_len(config, &model_config)?;
-    let model = Qwen::load(&model_config, &weights, compute_dtype(config.dtype), max_model_len)?;
+    let model = Qwen::load(&model_config, &weights, compute_dtype(config), max_model_len)?;
     let pool = Arc::new(kv_pool(config, &model_config)?);
     try_step(&model, &pool).context("the model cannot compute on this device")?;
     let vocabulary = Vocabulary::new(tokenizer.valid_token_mask(model_config.vocab_size));
@@ -110,11 +118,12 @@ fn model_size(config: &ModelConfig, pool: &KvPool) -> ModelSize {
     }
 }
 
-fn compute_dtype(dtype: DType) -> ComputeDtype {
-    match dtype {
-        DType::Auto => ComputeDtype::Stored,
-        DType::Bf16 => ComputeDtype::Bf16,
-        DType::F32 => ComputeDtype::F32,
+fn compute_dtype(config: &Config) -> ComputeDtype {
+    match (config.quantization, config.dtype) {
+        (Quantization::Int8, _) => ComputeDtype::Int8,
+        (Quantization::None, DType::Auto) => ComputeDtype::Stored,
+        (Quantization::None, DType::Bf16) => ComputeDtype::Bf16,
+        (Quantization::None, DType::F32) => ComputeDtype::F32,
     }
 }
 
