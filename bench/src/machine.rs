@@ -31,6 +31,12 @@ pub fn load() -> Option<Load> {
     parse_load(&read("/proc/loadavg")?)
 }
 
+/// The most memory that this process has had in use; `None` where the system does not say.
+pub fn peak_resident_bytes() -> Option<u64> {
+    let kib = field(&read("/proc/self/status")?, "VmHWM")?;
+    kib.split_whitespace().next()?.parse::<u64>().ok().map(|kib| kib * 1024)
+}
+
 fn read(path: &str) -> Option<String> {
     std::fs::read_to_string(path).ok()
 }

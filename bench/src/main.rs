@@ -1,11 +1,12 @@
 //! `bench`: every measurement of kvferry, each a subcommand in a file or folder of its own, and the demonstration.
 //!
-//! It starts the `serve` processes that it measures, on free loopback ports, and ends them whatever happens. All of it
-//! runs on one thread: the cores are the workers'.
+//! It starts the `serve` processes that it measures, on free loopback ports, and ends them whatever happens. All of that
+//! runs on one thread: the cores are the workers'. `compute` alone measures in this process.
 //!
 //! Not here: what is right or wrong inside the program (tests), and anything that a worker does.
 
 mod client;
+mod compute;
 mod demo;
 mod deployment;
 mod device;
@@ -59,6 +60,8 @@ enum Command {
     TransferEndpoint(transfer::EndpointArgs),
     Device(device::Args),
     RandomModel(random_model::Args),
+    Kernels(compute::kernels::Args),
+    Engine(compute::engine::Args),
     Demo(demo::Args),
 }
 
@@ -92,6 +95,8 @@ async fn run(command: Command) -> Result<ExitCode> {
         Command::TransferEndpoint(args) => transfer::run_endpoint(&args)?,
         Command::Device(args) => device::run(args)?,
         Command::RandomModel(args) => random_model::run(&args)?,
+        Command::Kernels(args) => compute::kernels::run(args).await?,
+        Command::Engine(args) => compute::engine::run(args).await?,
         Command::Demo(args) => Box::pin(demo::run(args)).await?,
     }
     Ok(ExitCode::SUCCESS)

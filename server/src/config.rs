@@ -6,11 +6,12 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use axum::http::Uri;
+use kernels::cpu::Isa;
 use models::{ModelError, SourceOptions};
 use transfer::TransportConfig;
 use transfer::faulty::Faults;
 
-use crate::args::{Args, DType, DeviceKind, KvDirection, KvFailure, Role};
+use crate::args::{Args, DType, DeviceKind, KvDirection, KvFailure, Quantization, Role};
 use crate::size::ByteSize;
 use crate::worker::presence::PresenceConfig;
 
@@ -37,6 +38,7 @@ pub struct Config {
     pub prefill: Vec<PeerUrl>,
     pub dtype: DType,
     pub kv_cache_dtype: DType,
+    pub quantization: Quantization,
     pub block_size: usize,
     pub kv_cache: KvCacheSize,
     pub max_model_len: Option<usize>,
@@ -62,6 +64,8 @@ pub struct Config {
     pub request_timeout: Duration,
     pub shutdown_grace: Duration,
     pub threads: usize,
+    /// Instructions to compute with; `None` for the best that the CPU has.
+    pub cpu_isa: Option<Isa>,
     /// Cores for the threads that compute and move KV; `None` leaves them as they are.
     pub cpu_affinity: Option<Vec<usize>>,
     /// How much they give way to other processes; `None`: as the deployment suggests.
@@ -138,6 +142,9 @@ impl Config {
             return Err(bad("nixl-dir", dir.display(), "an existing folder".into()));
         }
         check_transport(&args)?;
+        if args.quantization == Quantization::Int8 && args.dtype == DType::F32 {
+            return Err(bad("quantization", "int8", "none with --dtype f32".into()));
+        }
         let cpu_affinity = args.cpu_affinity.map(|cpus| cpus.0);
         let default_threads = || match &cpu_affinity {
             Some(cpus) => cpus.len(),
@@ -155,6 +162,7 @@ impl Config {
             prefill: prefill_peers(args.role, &args.prefill)?,
             dtype: args.dtype,
             kv_cache_dtype: args.kv_cache_dtype,
+            quantization: args.quantization,
             block_size: args.block_size,
             kv_cache,
             max_model_len: args.max_model_len,
@@ -176,6 +184,7 @@ impl Config {
             request_timeout: Duration::from_secs_f64(args.request_timeout_secs),
             shutdown_grace: Duration::from_secs_f64(args.shutdown_grace_secs),
             threads: args.threads.unwrap_or_else(default_threads),
+            cpu_isa: args.cpu_isa,
             cpu_affinity,
             cpu_nice: args.cpu_nice,
             device: args.device,

@@ -69,3 +69,18 @@ fn bf16_weights_and_kv_stay_within_a_hundredth() {
         }
     }
 }
+
+/// The checkpoints of the tests are small, so each rounding counts for more than in a model that is worth quantizing.
+#[test]
+fn int8_weights_stay_near_the_reference() {
+    for (dir, golden) in checkpoints() {
+        let golden = Golden::load(&golden).unwrap();
+        let bench = Bench::load(&dir, ComputeDtype::Int8, KvDtype::Bf16, longest(&golden)).unwrap();
+        for prompt in &golden.prompts {
+            let logits = bench.prompt(&prompt.input_ids, prompt.input_ids.len()).unwrap();
+            let error = relative_error(logits.last().unwrap(), &prompt.last_logits);
+            println!("{} {}: relative error of logits {error:.4}", dir.display(), prompt.name);
+            assert!(error <= 0.15, "{} {}: {error}", dir.display(), prompt.name);
+        }
+    }
+}

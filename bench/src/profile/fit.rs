@@ -1,27 +1,12 @@
 //! From times of known work to the coefficients of a step.
 
-use serde::Serialize;
+use engine::sim::Profile;
 
 /// Number of coefficients: those of [`Profile`], and the cost of a request outside the engine's steps.
 const N: usize = 6;
 
 /// How often each coefficient counts.
 pub type Work = [f64; N];
-
-/// What `serve --sim-profile FILE` reads: the coefficients of `engine::sim::Profile`, in seconds.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Profile {
-    /// Each step.
-    pub base_s: f64,
-    /// Each token of sequences with several new tokens in a step.
-    pub prefill_s_per_token: f64,
-    /// Each pair of such a token and a token that it sees.
-    pub attention_s_per_pair: f64,
-    /// Each sequence with one new token.
-    pub decode_s_per_sequence: f64,
-    /// Each token of such a sequence's context.
-    pub decode_s_per_context_token: f64,
-}
 
 /// The coefficients of a least-squares fit.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -46,7 +31,7 @@ pub fn decode_work(batch: usize, context: f64) -> Work {
     [1.0, 0.0, 0.0, batch as f64, context, 0.0]
 }
 
-/// As `engine::sim::Profile::step` counts it.
+/// As [`Profile::step`] counts it.
 fn add_sequence(work: &mut Work, new: usize, context: f64) {
     match new {
         1 => {

@@ -8,7 +8,8 @@ use std::path::PathBuf;
 use crate::deployment::{Launcher, Shape};
 use crate::error::{BenchError, Result};
 use crate::table::{Table, ms};
-use fit::{Fit, Profile};
+use engine::sim::Profile;
+use fit::Fit;
 use measure::{Job, Point};
 
 /// Steps in which all sequences of a batch decode, in each repeat.

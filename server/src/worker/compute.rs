@@ -8,6 +8,7 @@ use anyhow::{Context, bail};
 use engine::runner::{ModelRunner, Runner};
 use engine::sampler::Vocabulary;
 use engine::sim::{ModelSize, Profile, SimRunner};
+use kernels::cpu::Isa;
 use kernels::{BatchMeta, KvDtype, KvLayout, KvPool};
 use models::gpu::{GpuLimits, GpuModel};
 use models::model::{Batch, Model};
@@ -15,7 +16,7 @@ use models::qwen::{ComputeDtype, Qwen};
 use models::{ModelConfig, ModelFiles, TextFiles};
 
 use super::device::{self, Device};
-use crate::args::{DType, DeviceKind, Role};
+use crate::args::{DType, DeviceKind, Quantization, Role};
 use crate::config::{Config, KvCacheSize};
 
 /// A model's text side, its KV pool and what computes on it.
@@ -38,6 +39,7 @@ pub fn load(config: &Config, dir: &Path) -> anyhow::Result<Compute> {
     tracing::info!(
         model = %dir.display(),
         threads = config.threads,
+        cpu_isa = Isa::detect().as_str(),
         kv_blocks = compute.pool.num_blocks(),
         kv_tokens = compute.pool.num_blocks() * config.block_size,
         kv_bytes = compute.pool.len(),
@@ -58,6 +60,9 @@ fn load_model(config: &Config, dir: &Path) -> anyhow::Result<Compute> {
     let first = kernels::cpu::priority::set_threads(config.threads, nice);
     let first = first.with_context(|| format!("the compute threads cannot start with --cpu-nice {nice}"))?;
     assert!(first, "the compute threads start with the first model. This is a bug.");
+    if let Some(isa) = config.cpu_isa {
+        assert!(Isa::choose(isa), "the instructions are chosen before the first kernel runs. This is a bug.");
+    }
     let ModelFiles {
         dir,
         config: model_config,
@@ -65,11 +70,14 @@ fn load_model(config: &Config, dir: &Path) -> anyhow::Result<Compute> {
         weights,
         tokenizer,
         chat_template,
-        fingerprint,
+        mut fingerprint,
         ..
     } = ModelFiles::load(dir)?;
+    if config.quantization == Quantization::Int8 {
+        fingerprint += " int8";
+    }
     let max_model_len = max_model_len(config, &model_config)?;
-    let (dtype, valid) = (compute_dtype(config.dtype), tokenizer.valid_token_mask(model_config.vocab_size));
+    let (dtype, valid) = (compute_dtype(config), tokenizer.valid_token_mask(model_config.vocab_size));
     let device = device::open(config)?;
     let mut model: Box<dyn Model> = match &device {
         Device::Cpu => Box::new(Qwen::load(&model_config, &weights, dtype, max_model_len)?),
@@ -123,11 +131,12 @@ fn model_size(config: &ModelConfig, pool: &KvPool) -> ModelSize {
     }
 }
 
-fn compute_dtype(dtype: DType) -> ComputeDtype {
-    match dtype {
-        DType::Auto => ComputeDtype::Stored,
-        DType::Bf16 => ComputeDtype::Bf16,
-        DType::F32 => ComputeDtype::F32,
+fn compute_dtype(config: &Config) -> ComputeDtype {
+    match (config.quantization, config.dtype) {
+        (Quantization::Int8, _) => ComputeDtype::Int8,
+        (Quantization::None, DType::Auto) => ComputeDtype::Stored,
+        (Quantization::None, DType::Bf16) => ComputeDtype::Bf16,
+        (Quantization::None, DType::F32) => ComputeDtype::F32,
     }
 }
 
