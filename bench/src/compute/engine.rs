@@ -284,7 +284,7 @@ impl Steps {
     }
 
     fn run(&mut self, plan: &Plan) -> Loaded<()> {
-        let sampled = self.runner.run(plan)?;
+        let sampled = self.runner.run(plan, &mut |_| ())?;
         sampled.into_iter().try_for_each(|token| token.map(drop)).map_err(Into::into)
     }
 

@@ -90,8 +90,13 @@ impl GpuModel {
         limits: GpuLimits,
         valid: &[bool],
     ) -> Result<Self, ModelError> {
-        if dtype == ComputeDtype::F32 {
-            return Err(ModelError::DeviceDtype { dtype: "f32", device: "cuda", expected: "bf16" });
+        let refused = match dtype {
+            ComputeDtype::F32 => Some("f32"),
+            ComputeDtype::Int8 => Some("int8"),
+            ComputeDtype::Bf16 | ComputeDtype::Stored => None,
+        };
+        if let Some(dtype) = refused {
+            return Err(ModelError::DeviceDtype { dtype, device: "cuda", expected: "bf16" });
         }
         let sizes = Sizes::new(config)?;
         let weights = weights::GpuWeights::load(gpu, config, weights, limits.max_len)?;
