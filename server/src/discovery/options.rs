@@ -67,6 +67,8 @@ pub struct DiscoveryOptions {
     backend: Backend,
     /// Somebody asked for it, so that it must work.
     pub explicit: bool,
+    /// `--discovery-backend` was given: a frontend looks for workers beside those it was given.
+    pub named: bool,
 }
 
 impl DiscoveryOptions {
@@ -82,8 +84,9 @@ impl DiscoveryOptions {
             }
         }
         let explicit = args.discovery_backend.is_some() || args.discovery_dir.is_some();
+        let named = args.discovery_backend.is_some();
         let backend = args.discovery_backend.unwrap_or(Backend::File);
-        Ok((backend != Backend::Static).then(|| Self { args: args.clone(), backend, explicit }))
+        Ok((backend != Backend::Static).then(|| Self { args: args.clone(), backend, explicit, named }))
     }
 
     /// Opens the backend. Errors: Kubernetes' service account cannot be read.

@@ -54,7 +54,7 @@ impl Config {
         let served = args.served_model_name.clone();
         Ok(Self {
             // Who names workers means those, unless told to look for more.
-            discovery: discovery.filter(|options| options.explicit || router.workers.is_empty()),
+            discovery: discovery.filter(|options| options.named || router.workers.is_empty()),
             served_model_name: args.model.as_ref().map(|model| served_name(served, model)).transpose()?,
             listen: listen_address(&args.host, args.port)?,
             port_file: args.port_file,
