@@ -6,10 +6,13 @@ use tests::fleet::{Fleet, header, idle, start_front, states};
 use tests::process::Worker;
 use tests::{Ask, Deployment, prompts};
 
-/// A front and fakes behind it; `flags` has `{0}`, `{1}` ... for their addresses.
+/// A front and fakes behind it, which publish no KV events; `flags` has `{0}`, `{1}` ... for their addresses.
 pub async fn front_of(fakes: &[&FakeWorker], flags: &str) -> (Worker, tempfile::TempDir) {
     let dir = tempfile::tempdir().expect("a temporary folder can be made");
     let mut flags = flags.to_owned();
+    if !flags.contains("router-kv-events") {
+        flags += " --no-router-kv-events";
+    }
     for (index, fake) in fakes.iter().enumerate() {
         flags = flags.replace(&format!("{{{index}}}"), &fake.url());
     }

@@ -34,8 +34,9 @@ pub struct FrontendArgs {
     /// How much of a cached block is taken off the cost of prefill.
     #[arg(long, value_name = "FACTOR", default_value_t = 1.0, value_parser = not_negative, help_heading = ROUTER)]
     pub router_kv_overlap_score_credit: f64,
-    /// Weight of prefill (blocks to compute) against decode load (blocks held).
-    #[arg(long, value_name = "FACTOR", default_value_t = 1.0, value_parser = not_negative, help_heading = ROUTER)]
+    /// Weight of prefill (blocks to compute) against decode load (blocks held). With 1, as in Dynamo, a worker that answers
+    /// one other request loses requests whose prefix it has to an idle one, and prefixes end up everywhere.
+    #[arg(long, value_name = "FACTOR", default_value_t = 3.0, value_parser = not_negative, help_heading = ROUTER)]
     pub router_prefill_load_scale: f64,
     /// What one running request costs, in blocks.
     #[arg(long, value_name = "BLOCKS", default_value_t = 0.0, value_parser = not_negative, help_heading = ROUTER)]

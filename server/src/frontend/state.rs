@@ -13,6 +13,7 @@ use super::fleet::{Fleet, Life, ModelCard, Worker};
 use super::metrics::{FrontMetrics, UNKNOWN_MODEL};
 use super::recent::Recent;
 use super::request::Naming;
+use super::standing::Reach;
 use super::upstream::Upstream;
 use crate::discovery::WorkerRecord;
 use crate::error::ApiError;
@@ -132,9 +133,18 @@ impl Front {
 
     /// Readiness says what the workers' standings add up to.
     pub fn standing_changed(&self) {
-        if !self.loading.load(Ordering::Relaxed) {
+        if !self.loading.load(Ordering::Relaxed) && !self.is_undecided() {
             self.app.readiness.set(self.service());
         }
+    }
+
+    /// Nobody can serve yet, and somebody has not been asked yet: it is too early to say that nobody will.
+    fn is_undecided(&self) -> bool {
+        let now = Instant::now();
+        let workers = self.fleet.all();
+        let unknown = |worker: &Arc<Worker>| *worker.standing().reach() == Reach::Unknown;
+        let serves = |worker: &Arc<Worker>| worker.role.serves() && worker.usable(now).is_ok();
+        workers.iter().any(unknown) && !workers.iter().any(serves)
     }
 
     /// The tokenizer is there, or none is needed: from here on the workers decide about readiness.
