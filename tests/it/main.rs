@@ -9,6 +9,7 @@ mod first_token;
 mod frontend;
 mod frontend_faults;
 mod golden;
+mod kv_events;
 mod misfits;
 mod one_core;
 mod openai_client;
