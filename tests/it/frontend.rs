@@ -42,6 +42,7 @@ async fn bodies_reach_a_foreign_worker_unchanged_with_the_clients_headers() {
         name: "front".into(),
         args: ["--role", "frontend", "--port", "0", "--worker-url", &fake.url()].map(str::to_owned).to_vec(),
         cores: Vec::new(),
+        env: Vec::new(),
         away: None,
     };
     let front = Worker::start(dir.path(), launch).await;

@@ -128,7 +128,8 @@ async fn answer(shared: Arc<Shared>, path: &'static str, headers: HeaderMap, byt
         Behaviour::Answer => whole(json!({})),
         Behaviour::Refuse(status) => {
             let status = StatusCode::from_u16(status).expect("a test names a real status");
-            let error = json!({ "message": "no room", "type": "Refused", "param": null, "code": status.as_u16() });
+            let error =
+                json!({ "message": "no room", "type": "Refused", "param": null, "code": status.as_u16() });
             let body = json!({ "error": error });
             (status, [(header::RETRY_AFTER, "1")], Json(body)).into_response()
         }

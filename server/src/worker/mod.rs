@@ -103,7 +103,16 @@ pub fn load(config: &Config, state: &Arc<AppState>) -> anyhow::Result<Worker> {
     let address = *state.address.get().expect("the port is taken before anything is loaded. This is a bug.");
     let (mut presence, kv_events) = Presence::open(config, address, facts)?;
     let max_prompt_tokens = (max_model_len - 1).min(pool.num_blocks() * config.block_size) as u64;
-    let parts = Parts { config: core, info, metrics, runner, nice: config.cpu_nice, pool: Some(pool), driver, kv_events };
+    let parts = Parts {
+        config: core,
+        info,
+        metrics,
+        runner,
+        nice: config.cpu_nice,
+        pool: Some(pool),
+        driver,
+        kv_events,
+    };
     let engine = service::spawn(parts, events, queue);
     state.record.set(presence.record.clone()).expect("a process loads one model. This is a bug.");
     presence.register()?;
