@@ -323,7 +323,7 @@ mod tests {
             (&["--model", "demo", "--nixl-dir", "/no"], "--nixl-dir is \"/no\", expected an existing folder"),
             (
                 &["--model", "demo", "--kv-transport", "pigeon"],
-                "--kv-transport: KV transport \"pigeon\" is not known; valid: auto, tcp",
+                "--kv-transport: KV transport \"pigeon\" is not known; valid: auto, ",
             ),
             (&["--model", "demo", "--served-model-name", ""], "--served-model-name is \"\", expected a name"),
         ];

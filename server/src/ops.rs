@@ -22,8 +22,10 @@ pub async fn health(State(state): State<Arc<AppState>>) -> Response {
         "status": readiness.label(),
         "reason": readiness.reason(),
         "role": state.role.as_str(),
-        "incarnation": state.record.get().map(|record| record.incarnation),
     });
+    if let Some(record) = state.record.get() {
+        body["incarnation"] = json!(record.incarnation);
+    }
     if let Some(Handoffs::Fetches { peers, .. }) = state.kv.get() {
         body["prefill"] = peers.details().into();
     }

@@ -142,7 +142,9 @@ async fn prefill_worker_that_stands_still_is_given_up_and_its_blocks_come_back_w
 
 #[tokio::test]
 async fn decode_worker_killed_and_the_prefill_worker_releases_everything() {
-    let mut cluster = Deployment::split("socket").prefill_flags(SLOW).start().await;
+    // What a decode worker may still read stays for its lease.
+    let flags = format!("{SLOW} --kv-lease-secs 2");
+    let mut cluster = Deployment::split("socket").prefill_flags(&flags).start().await;
     let asks = [long(), short(2), short(3)];
     let client = cluster.client();
     let kill = async {

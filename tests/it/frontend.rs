@@ -111,7 +111,8 @@ async fn rt_02_a_worker_with_another_block_size_is_refused_with_both_values() {
     let answered = fleet.answered().await;
     assert!(answered.contains(&0) && answered.contains(&4), "{answered:?}");
     let found = fleet.client().answer(&Ask::completion(prompts::ids(500, 0)).max_tokens(1)).await;
-    assert_eq!(found.usage.cached, prompts::reusable(500));
+    // The worker that was met first sets the size.
+    assert!([499 / 16 * 16, 499 / 32 * 32].contains(&found.usage.cached), "{found:?}");
     fleet.settled().await;
 }
 

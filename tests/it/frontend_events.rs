@@ -103,7 +103,7 @@ async fn required_events_keep_a_silent_worker_out() {
     let alone = Fleet::start_unready(&[SILENT], "--router-kv-events-required").await;
     until(SOON, "the worker to be met", || async {
         let states = states(&alone.client()).await;
-        (states[0].0 == "ready").then_some(()).ok_or(format!("{states:?}"))
+        states.first().is_some_and(|state| state.0 == "ready").then_some(()).ok_or(format!("{states:?}"))
     })
     .await;
     let failure = alone.client().ask(&Ask::chat("A")).await.unwrap_err();

@@ -170,8 +170,8 @@ impl Client {
     pub async fn metrics_when(&self, what: &str, condition: impl Fn(&Metrics) -> bool) -> Metrics {
         until(ANSWER, what, || async {
             let metrics = self.try_metrics().await?;
-            let state = format!("{:?}, {:?}", metrics.in_progress(), metrics.account());
-            condition(&metrics).then_some(metrics).ok_or(state)
+            condition(&metrics).then_some(()).ok_or_else(|| metrics.state())?;
+            Ok(metrics)
         })
         .await
     }

@@ -55,6 +55,14 @@ impl Metrics {
         self.value("vllm:nixl_bytes_transferred_count") as u64
     }
 
+    /// What a worker does and holds, for messages; a frontend has neither.
+    pub fn state(&self) -> String {
+        match self.samples.iter().any(|(name, ..)| name == "vllm:num_requests_running") {
+            true => format!("{:?}, {:?}", self.in_progress(), self.account()),
+            false => "no engine".into(),
+        }
+    }
+
     /// Requests that run, wait for a slot or blocks, or wait for remote KV.
     pub fn in_progress(&self) -> [u64; 3] {
         let deferred = self.labelled("vllm:num_requests_waiting_by_reason", "reason=\"deferred\"");
