@@ -51,6 +51,7 @@ pub struct AppState {
 }
 
 /// A worker's part in handoffs that an outside proxy arranges.
+#[expect(clippy::large_enum_variant, reason = "there is one in a process")]
 pub enum Handoffs {
     /// It computes prompts and keeps their KV, under this name and address.
     Keeps { engine_id: String, host: String },

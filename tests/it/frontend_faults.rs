@@ -51,7 +51,7 @@ async fn before_the_first_byte_another_worker_answers() {
             let answer = front.client().answer(&ask(seed).streamed()).await;
             assert_eq!(answer.text, "0 1 2 ", "{behaviour:?}");
         }
-        assert!(good.received().len() >= before + 1, "{behaviour:?}");
+        assert!(good.received().len() > before, "{behaviour:?}");
     }
     idle(&front.client()).await;
 }
@@ -205,7 +205,7 @@ async fn rt_11_bookings_end_with_their_requests_whatever_happens() {
             let (client, ask) = (client.clone(), asks[index].clone());
             async move {
                 let Ok(mut stream) = client.open(&ask).await else { return };
-                if index % 3 == 0 {
+                if index.is_multiple_of(3) {
                     let _ = stream.more_text().await;
                 } else {
                     match stream.finish().await {

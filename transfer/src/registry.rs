@@ -22,8 +22,10 @@ pub struct Backend {
     pub device_memory: bool,
     /// Why this machine cannot use it, without loading anything; `None` where it seems usable.
     pub unusable: fn(Option<UcxLanes>, &TransportConfig) -> Option<String>,
-    pub open: fn(Option<UcxLanes>, &TransportConfig, Region) -> Result<Box<dyn Transport>, TransferError>,
+    pub open: Open,
 }
+
+type Open = fn(Option<UcxLanes>, &TransportConfig, Region) -> Result<Box<dyn Transport>, TransferError>;
 
 /// Every backend there is.
 const BACKENDS: &[Backend] = &[

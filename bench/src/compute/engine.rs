@@ -111,7 +111,8 @@ fn measure(args: &Args) -> Result<()> {
     let mut times = vec![Vec::new(); sizes.len()];
     for _ in 0..args.rounds {
         for (&(sequences, context, tokens), times) in sizes.iter().zip(&mut times) {
-            (roofs.read(), roofs.compute(isa, precision));
+            roofs.read();
+            roofs.compute(isa, precision);
             times.push(steps.time(sequences, context, tokens).map_err(|error| usage(&error))?);
         }
     }

@@ -178,6 +178,7 @@ async fn start(args: &Args, direct: &Target, logs: &std::path::Path) -> Result<P
     Ok(process)
 }
 
+#[expect(clippy::too_many_arguments, reason = "one cell of the table")]
 fn measure(
     args: &Args,
     kind: Kind,

@@ -102,7 +102,8 @@ fn lines(report: &Report) -> Vec<Line> {
             }
         }
     }
-    let seconds: [(&str, fn(&Baseline) -> f64); 2] =
+    type Seconds = fn(&Baseline) -> f64;
+    let seconds: [(&str, Seconds); 2] =
         [("memcpy", Baseline::memcpy_seconds), ("plain TCP", Baseline::tcp_seconds)];
     for (name, seconds) in seconds {
         let mut points: Vec<(f64, f64)> = Vec::new();

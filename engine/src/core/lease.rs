@@ -57,7 +57,7 @@ impl Core {
         let sent = self.renewals.get_mut(&peer);
         let at = sent.and_then(|sent| {
             let index = sent.iter().position(|(number, _)| *number == seq)?;
-            sent.drain(..=index).last()
+            sent.drain(..=index).next_back()
         });
         let Some((_, at)) = at else { return self.stale(Stale::Unknown) };
         for request in self.requests.values_mut() {

@@ -221,6 +221,7 @@ impl Part<'_> {
     ///
     /// # Safety
     /// As [`attend`].
+    #[expect(clippy::too_many_arguments, reason = "the loop's places, kept in registers")]
     unsafe fn add_values(
         &self,
         task: &Attention<'_>,

@@ -34,8 +34,8 @@ dispatch! {
 pub fn silu_mul(gate_up: &[f32], width: usize, out: Output<'_>) {
     assert!(gate_up.len() == 2 * out.len(), "silu_mul rows of {width}. This is a bug.");
     match out {
-        Output::F32(out) => each_row(gate_up, 2 * width, out, width, |row, out| halves(row, out)),
-        Output::Bf16(out) => each_row(gate_up, 2 * width, out, width, |row, out| halves(row, out)),
+        Output::F32(out) => each_row(gate_up, 2 * width, out, width, halves),
+        Output::Bf16(out) => each_row(gate_up, 2 * width, out, width, halves),
     }
 }
 

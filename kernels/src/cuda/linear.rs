@@ -111,8 +111,8 @@ fn few_rows(gpu: &Gpu, x: Rows<'_>, w: View<'_>, y: Into<'_>, Shape { m, n, k }:
     };
     let before = if norm == 0 { "" } else { "norm_" };
     let tiles = match m {
-        ..=8 => 1,
-        ..=16 => 2,
+        0..=8 => 1,
+        9..=16 => 2,
         _ => 4,
     };
     // A norm before another end than these two has no kernel: the launch says so.

@@ -40,11 +40,7 @@ impl Scan {
         let names = match std::fs::read_dir(dir) {
             Ok(entries) => {
                 self.unreadable = false;
-                entries
-                    .filter_map(Result::ok)
-                    .map(|entry| entry.file_name())
-                    .filter(|name| is_record(name))
-                    .collect()
+                entries.filter_map(Result::ok).map(|entry| entry.file_name()).filter(is_record).collect()
             }
             Err(error) => {
                 if !std::mem::replace(&mut self.unreadable, true) {

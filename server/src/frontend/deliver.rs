@@ -273,7 +273,7 @@ async fn stream(
         timeout,
         cut: Box::pin(front.app.drain.cut()),
     };
-    Ok(Response::from_parts(head, RelayBody::new(Some(first), body, limits, flight)))
+    Ok(Response::from_parts(head, RelayBody::body(Some(first), body, limits, flight)))
 }
 
 /// Adds who answers and what the choice rested on.

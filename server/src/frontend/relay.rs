@@ -35,7 +35,7 @@ pub struct RelayBody {
 }
 
 impl RelayBody {
-    pub fn new(first: Option<Bytes>, inner: Incoming, limits: Limits, flight: Flight) -> Body {
+    pub fn body(first: Option<Bytes>, inner: Incoming, limits: Limits, flight: Flight) -> Body {
         Body::new(Self {
             inner: Some(inner),
             first,

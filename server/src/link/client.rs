@@ -154,6 +154,7 @@ async fn handshake(
 }
 
 /// Carries messages until the link ends; says why it did.
+#[expect(clippy::too_many_arguments, reason = "a link is all of these")]
 pub(super) async fn run(
     context: &LinkContext,
     peer: PeerId,

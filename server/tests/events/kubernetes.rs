@@ -44,7 +44,7 @@ async fn slices(State(api): State<Arc<Api>>, Query(params): Query<Params>, heade
         return (StatusCode::FORBIDDEN, said.to_string()).into_response();
     }
     api.asked.lock().unwrap().push(params.clone());
-    if params.get("watch").is_none() {
+    if !params.contains_key("watch") {
         let mut lists = api.lists.lock().unwrap();
         let list = if lists.len() > 1 { lists.pop_front().unwrap() } else { lists[0].clone() };
         return list.to_string().into_response();

@@ -79,7 +79,7 @@ impl UcxAgent {
 
     fn start(&mut self) -> Result<(), TransferError> {
         let (library, api) = (self.library, self.library.api());
-        // SAFETY (here and below): plain C data, of which UCX reads what the mask names.
+        // SAFETY: (here and below) plain C data, of which UCX reads what the mask names.
         let mut params: ucp_params_t = unsafe { zeroed() };
         params.field_mask = u64::from(UCP_PARAM_FIELD_FEATURES);
         params.features = u64::from(UCP_FEATURE_RMA | UCP_FEATURE_AM);
@@ -172,7 +172,7 @@ impl UcxAgent {
         self.library.check("ucp_worker_get_address", status)?;
         // SAFETY: on success `len` bytes at `address`, until it is released.
         unsafe {
-            let bytes = std::slice::from_raw_parts(address.cast::<u8>(), len as usize).to_vec();
+            let bytes = std::slice::from_raw_parts(address.cast::<u8>(), len).to_vec();
             api.ucp_worker_release_address(self.worker, address);
             Ok(bytes)
         }
@@ -186,7 +186,7 @@ impl UcxAgent {
         self.library.check("ucp_rkey_pack", status)?;
         // SAFETY: on success `len` bytes at `key`, until it is released.
         unsafe {
-            let bytes = std::slice::from_raw_parts(key.cast::<u8>(), len as usize).to_vec();
+            let bytes = std::slice::from_raw_parts(key.cast::<u8>(), len).to_vec();
             api.ucp_rkey_buffer_release(key);
             Ok(bytes)
         }
