@@ -201,9 +201,8 @@ fn preload() {
     for folder in folders {
         for version in ["13", "12"] {
             // SAFETY: NVIDIA's library; its initialisers do nothing that we rely on not being done.
-            if let Ok(library) =
-                unsafe { libloading::Library::new(format!("{folder}/libcublasLt.so.{version}")) }
-            {
+            let opened = unsafe { libloading::Library::new(format!("{folder}/libcublasLt.so.{version}")) };
+            if let Ok(library) = opened {
                 // It stays open for the process's life.
                 std::mem::forget(library);
                 return;
