@@ -2,7 +2,6 @@
 #![forbid(unsafe_code)]
 
 use std::io::IsTerminal;
-use std::process::ExitCode;
 
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser};
@@ -11,7 +10,7 @@ use server::config::Config;
 use server::frontend;
 use tracing_subscriber::EnvFilter;
 
-fn main() -> ExitCode {
+fn main() {
     let args = Args::parse();
     let filter = EnvFilter::try_new(&args.log_level).unwrap_or_else(|error| {
         exit(format!("--log-level is {:?}, expected a level or filters: {error}", args.log_level))
@@ -34,10 +33,10 @@ fn main() -> ExitCode {
         }
     };
     match ended {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(()) => transfer::leave(0),
         Err(error) => {
             eprintln!("error: {}", report(&error));
-            ExitCode::FAILURE
+            transfer::leave(1)
         }
     }
 }
