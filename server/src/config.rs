@@ -68,7 +68,7 @@ pub struct Config {
     pub cpu_isa: Option<Isa>,
     /// Cores for the threads that compute and move KV; `None` leaves them as they are.
     pub cpu_affinity: Option<Vec<usize>>,
-    /// How much they give way to other processes; `None`: as the deployment suggests.
+    /// How much they give way to other processes, as nice(1).
     pub cpu_nice: u8,
     pub device: DeviceKind,
     /// The library that stands in for a CUDA device.
