@@ -69,12 +69,12 @@ impl Readiness {
             if *state == State::Draining || *state == next {
                 return false;
             }
-            tracing::info!(
-                from = state.label(),
-                to = next.label(),
-                reason = next.reason(),
-                "readiness changed"
-            );
+            let (from, to, reason) = (state.label(), next.label(), next.reason());
+            // Reasons may tell a time that is left, and are asked for often.
+            match from == to {
+                true => tracing::debug!(state = to, reason, "another reason for the same readiness"),
+                false => tracing::info!(from, to, reason, "readiness changed"),
+            }
             *state = next;
             true
         });

@@ -21,6 +21,7 @@ mod tests;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::Duration;
 
+use rustc_hash::FxHashMap;
 use transfer::PeerId;
 
 use crate::api::{FinishReason, Output, RequestError, TokenId, Usage};
@@ -122,7 +123,7 @@ struct Settling {
 pub struct Core {
     config: CoreConfig,
     pool: BlockPool,
-    requests: HashMap<RequestId, Request>,
+    requests: FxHashMap<RequestId, Request>,
     /// First come, first served: in order of arrival, preempted requests too.
     waiting: VecDeque<RequestId>,
     /// KV is here, all that lacks is a running slot.
@@ -164,7 +165,7 @@ impl Core {
     pub fn new(config: CoreConfig) -> Self {
         Self {
             pool: BlockPool::new(config.num_blocks),
-            requests: HashMap::new(),
+            requests: FxHashMap::default(),
             waiting: VecDeque::new(),
             ready: VecDeque::new(),
             running: Vec::new(),

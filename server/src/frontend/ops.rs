@@ -21,7 +21,7 @@ const TOKENIZE: std::time::Duration = std::time::Duration::from_secs(30);
 
 /// 200 if a request sent now would be served, else 503; with each worker's standing.
 pub async fn health(State(front): State<Arc<Front>>) -> Response<Body> {
-    let readiness = front.app.readiness.get();
+    let readiness = front.readiness();
     let status = if readiness.serves() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     let now = Instant::now();
     let workers: Vec<_> = front.fleet.all().iter().map(|worker| with_index(&front, worker, now)).collect();
@@ -61,7 +61,7 @@ fn standing(worker: &Worker, now: Instant) -> Value {
 }
 
 pub async fn models(State(front): State<Arc<Front>>) -> Json<Value> {
-    let models = match front.app.readiness.get().serves() {
+    let models = match front.readiness().serves() {
         true => front.models(),
         false => Vec::new(),
     };

@@ -44,7 +44,7 @@ pub async fn events(State(front): State<Arc<Front>>) -> Response<Body> {
         interval.tick().await;
         let event = format!("data: {}\n\n", snapshot(&front));
         // A shutdown does not wait for a page that somebody left open.
-        let open = front.app.readiness.get() != crate::readiness::State::Draining;
+        let open = front.readiness() != crate::readiness::State::Draining;
         open.then_some((Ok::<_, Infallible>(event), (front, interval)))
     });
     let events = futures_util::StreamExt::take_until(events, Box::pin(cut));
@@ -63,7 +63,7 @@ fn snapshot(front: &Front) -> Value {
         statuses.iter().find(|status| status.record.incarnation == id)
     };
     let workers: Vec<_> = front.fleet.all().iter().map(|worker| row(worker, of(worker), now)).collect();
-    let readiness = front.app.readiness.get();
+    let readiness = front.readiness();
     json!({
         "status": readiness.label(),
         "reason": readiness.reason(),

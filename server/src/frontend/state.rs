@@ -138,6 +138,13 @@ impl Front {
         }
     }
 
+    /// Whether a request sent now would be served. Looked at anew: a worker may have broken a stream since the last
+    /// probe.
+    pub fn readiness(&self) -> State {
+        self.standing_changed();
+        self.app.readiness.get()
+    }
+
     /// Nobody can serve yet, and somebody has not been asked yet: it is too early to say that nobody will.
     fn is_undecided(&self) -> bool {
         let now = Instant::now();
