@@ -33,6 +33,17 @@ impl BatchMeta {
 
     /// Appends a sequence whose tokens `computed..computed + q_len` are new. `table` covers all `computed + q_len` tokens.
     pub fn push(&mut self, table: &[u32], computed: usize, q_len: usize, block_size: usize) {
+        self.push_blocks(table.iter().copied(), computed, q_len, block_size);
+    }
+
+    /// [`Self::push`] for a table of the caller's own type.
+    pub fn push_blocks(
+        &mut self,
+        table: impl ExactSizeIterator<Item = u32>,
+        computed: usize,
+        q_len: usize,
+        block_size: usize,
+    ) {
         let context_len = computed + q_len;
         let blocks = context_len.div_ceil(block_size);
         assert!(
@@ -40,13 +51,10 @@ impl BatchMeta {
             "block table {} < {blocks} blocks. This is a bug.",
             table.len()
         );
-        self.seqs.push(SeqSpan {
-            q_start: self.positions.len(),
-            q_len,
-            context_len,
-            table_start: self.block_tables.len(),
-        });
-        self.block_tables.extend_from_slice(&table[..blocks]);
+        let table_start = self.block_tables.len();
+        self.seqs.push(SeqSpan { q_start: self.positions.len(), q_len, context_len, table_start });
+        self.block_tables.extend(table.take(blocks));
+        let table = &self.block_tables[table_start..];
         for position in computed..context_len {
             self.positions.push(position as u32);
             let block = table[position / block_size] as u64;

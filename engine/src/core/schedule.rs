@@ -83,11 +83,13 @@ impl Core {
         self.expire(now);
         self.grant_waiting(now);
         let mut plan = Plan::default();
+        plan.items.reserve(self.running.len());
+        plan.samples.reserve(self.running.len());
         let mut budget = self.config.max_batched_tokens;
         self.start_ready();
-        self.plan_decodes(&mut plan, &mut budget, now);
-        self.plan_short(&mut plan, &mut budget, now);
-        self.plan_prefills(&mut plan, &mut budget);
+        let mut prefills = self.plan_decodes(&mut plan, &mut budget, now);
+        self.plan_short(&mut plan, &mut budget, &mut prefills, now);
+        self.plan_prefills(&mut plan, &mut budget, &prefills);
         self.admit_waiting(&mut plan, &mut budget, now);
         self.check();
         (!plan.items.is_empty()).then_some(plan)
@@ -118,32 +120,51 @@ impl Core {
         (self.requests[&id].arrival, id)
     }
 
-    fn plan_decodes(&mut self, plan: &mut Plan, budget: &mut usize, now: Duration) {
+    /// Plans a token of each running request that has one left to compute; returns the others, prompts in the midst of
+    /// their computation, with what they have left.
+    fn plan_decodes(&mut self, plan: &mut Plan, budget: &mut usize, now: Duration) -> Vec<(RequestId, usize)> {
+        let mut prefills = Vec::new();
         for id in self.running.clone() {
             // Preempted meanwhile to make room for one before it.
-            let decodes = |request: &Request| request.state == State::Running && request.remaining() == 1;
-            if *budget == 0 || !self.requests.get(&id).is_some_and(decodes) {
+            let Some(request) = self.requests.get(&id).filter(|request| request.state == State::Running) else {
                 continue;
-            }
-            if self.grow(id, now) {
-                self.add(plan, budget, id, 1);
+            };
+            match request.remaining() {
+                1 if *budget == 0 => {}
+                1 => {
+                    if self.grow(id, now) {
+                        self.add(plan, budget, id, 1);
+                    }
+                }
+                remaining => prefills.push((id, remaining)),
             }
         }
+        // One that was preempted after it was looked at is no longer running.
+        prefills.retain(|(id, _)| self.requests[id].state == State::Running);
+        prefills
     }
 
-    /// While a long prompt is being computed: whole short ones, running or from the first few of the queue.
-    fn plan_short(&mut self, plan: &mut Plan, budget: &mut usize, now: Duration) {
+    /// While a long prompt is being computed: whole short ones, running or from the first few of the queue. Takes those
+    /// that it plans out of `prefills`.
+    fn plan_short(
+        &mut self,
+        plan: &mut Plan,
+        budget: &mut usize,
+        prefills: &mut Vec<(RequestId, usize)>,
+        now: Duration,
+    ) {
         let mut share = *budget / 4;
-        let prefills: Vec<_> = self.running.iter().map(|id| (*id, self.requests[id].remaining())).collect();
         if prefills.iter().all(|(_, remaining)| *remaining <= share) {
             return;
         }
-        for (id, remaining) in prefills {
-            if remaining > 1 && remaining <= share {
+        prefills.retain(|&(id, remaining)| {
+            let short = remaining <= share;
+            if short {
                 share -= remaining;
                 self.add(plan, budget, id, remaining);
             }
-        }
+            !short
+        });
         let candidates: Vec<_> = self.waiting.iter().take(LOOK_AHEAD).copied().collect();
         for id in candidates {
             let tokens = self.requests[&id].tokens.len();
@@ -166,15 +187,12 @@ impl Core {
         first.is_none_or(|first| self.pool.reusable() > blocks(id) + blocks(*first) + self.running.len())
     }
 
-    fn plan_prefills(&mut self, plan: &mut Plan, budget: &mut usize) {
-        for id in self.running.clone() {
-            // With one token left it was planned as a decode, or could not be.
-            let remaining = self.requests[&id].remaining();
-            let planned =
-                remaining <= self.config.max_batched_tokens && plan.items.iter().any(|item| item.id == id);
-            if *budget > 0 && remaining > 1 && !planned {
-                self.add(plan, budget, id, remaining.min(*budget));
+    fn plan_prefills(&mut self, plan: &mut Plan, budget: &mut usize, prefills: &[(RequestId, usize)]) {
+        for &(id, remaining) in prefills {
+            if *budget == 0 {
+                return;
             }
+            self.add(plan, budget, id, remaining.min(*budget));
         }
     }
 
@@ -261,9 +279,9 @@ impl Core {
         let block_size = self.config.block_size;
         let request = &self.requests[&id];
         let (start, end) = (request.num_computed, request.num_computed + len);
-        let table: Vec<u32> = request.block_table.iter().map(|block| block.0).collect();
+        let table = request.block_table.iter().map(|block| block.0);
         plan.tokens.extend_from_slice(&request.tokens[start..end]);
-        plan.meta.push(&table, start, len, block_size);
+        plan.meta.push_blocks(table, start, len, block_size);
         let samples = end == request.tokens.len();
         if samples {
             let row = plan.tokens.len() as u32 - 1;
