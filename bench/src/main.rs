@@ -13,6 +13,7 @@ mod device;
 mod error;
 mod frontend;
 mod machine;
+mod output;
 mod prefix_hits;
 mod process;
 mod profile;

@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::client::Client;
 use crate::error::{BenchError, Result};
 use crate::machine::Machine;
+use crate::output::write_json;
 use crate::process::{Process, serve_binary};
 use crate::sample::{self, Load, Prompt};
 use crate::stats::{median, percentile};
@@ -147,10 +148,7 @@ pub async fn run(args: Args) -> Result<()> {
         rows,
         settings: args,
     };
-    let Some(path) = &report.settings.json else { return Ok(()) };
-    let json =
-        serde_json::to_vec_pretty(&report).expect("numbers and strings always serialize. This is a bug.");
-    std::fs::write(path, json).map_err(BenchError::io(path.display().to_string()))
+    write_json(report.settings.json.as_deref(), &report)
 }
 
 fn read(args: &Args) -> Result<Vec<Line>> {

@@ -2,12 +2,10 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::path::Path;
 
 use serde::Serialize;
 
 use crate::deployment::Shape;
-use crate::error::{BenchError, Result};
 use crate::machine::{Load, Machine};
 use crate::sample::Sample;
 use crate::stats::{Spread, mean};
@@ -173,14 +171,6 @@ fn share(exposed_ms: f64, wire_ms: f64) -> Option<String> {
 }
 
 impl Report {
-    /// Does nothing without a path.
-    pub fn write_json(&self, path: Option<&Path>) -> Result<()> {
-        let Some(path) = path else { return Ok(()) };
-        let json =
-            serde_json::to_vec_pretty(self).expect("numbers and strings always serialize. This is a bug.");
-        std::fs::write(path, json).map_err(BenchError::io(format!("writing {}", path.display())))
-    }
-
     /// The entry of one process for the same cell.
     fn baseline(&self, summary: &Summary) -> Option<&Summary> {
         self.summary.iter().find(|other| other.cell == summary.cell && other.deployment == Shape::Both)

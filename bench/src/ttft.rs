@@ -11,6 +11,7 @@ use crate::client::Client;
 use crate::deployment::{Deployment, Launcher, Shape, Transport};
 use crate::error::{BenchError, Result};
 use crate::machine::{self, Machine};
+use crate::output::write_json;
 use crate::prompts::Prompts;
 use crate::report::{self, Report, Run};
 use crate::sample::{self, Load, Prompt, elapsed_ms};
@@ -135,7 +136,7 @@ pub async fn run(args: Args) -> Result<()> {
         runs,
     };
     print!("\n{report}");
-    report.write_json(report.settings.json.as_deref())?;
+    write_json(report.settings.json.as_deref(), &report)?;
     match report.problems.is_empty() {
         true => Ok(()),
         false => Err(BenchError::Checks(report.problems)),

@@ -17,6 +17,7 @@ use super::roofs::{Measured, Roofs};
 use super::{Cpu, Report, aside, at_least_one, seconds};
 use crate::error::{BenchError, Result};
 use crate::machine;
+use crate::output::write_json;
 use crate::table::Table;
 
 /// Measure prefill and decode steps of the engine in this process, sampling included, beside the floors of this machine.
@@ -130,7 +131,7 @@ fn measure(args: &Args) -> Result<()> {
     print(&rows, load_s, weight_bytes, peak, (isa, &roofs.measured()));
     let results =
         Results { load_s, weight_bytes, peak_resident_bytes: peak, roofs: roofs.measured(), steps: rows };
-    Report::new(args.clone(), isa, load, results).write(args.json.as_deref())
+    write_json(args.json.as_deref(), &Report::new(args.clone(), isa, load, results))
 }
 
 fn row((sequences, context, tokens): (usize, usize, usize), mut times: Vec<f64>, floor: f64) -> Row {

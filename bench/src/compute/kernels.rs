@@ -13,6 +13,7 @@ use super::roofs::{Measured, Roofs, name};
 use super::{Cpu, Report, aside, seconds};
 use crate::error::{BenchError, Result};
 use crate::machine;
+use crate::output::write_json;
 use crate::table::Table;
 
 /// Measure every kernel on the shapes of Qwen3-0.6B, beside what this machine's memory and arithmetic can do.
@@ -110,7 +111,7 @@ fn measure(args: &Args) -> Result<()> {
         cases.iter().zip(best).map(|(case, seconds)| row(case, seconds, &mut roofs)).collect();
     print(&rows, &roofs.measured());
     let results = Results { roofs: roofs.measured(), kernels: rows };
-    Report::new(args.clone(), isa, load, results).write(args.json.as_deref())
+    write_json(args.json.as_deref(), &Report::new(args.clone(), isa, load, results))
 }
 
 fn row(case: &Case, seconds: f64, roofs: &mut Roofs) -> Row {

@@ -5,7 +5,6 @@ pub mod engine;
 pub mod kernels;
 mod roofs;
 
-use std::path::Path;
 use std::time::Instant;
 
 use ::kernels::cpu::{Isa, team};
@@ -66,12 +65,6 @@ struct Report<S, R> {
 }
 
 impl<S: Serialize, R: Serialize> Report<S, R> {
-    fn write(self, path: Option<&Path>) -> Result<()> {
-        let Some(path) = path else { return Ok(()) };
-        let json = serde_json::to_vec_pretty(&self).expect("numbers and strings serialize. This is a bug.");
-        std::fs::write(path, json).map_err(BenchError::io(format!("writing {}", path.display())))
-    }
-
     fn new(settings: S, isa: Isa, load_before: Option<Load>, results: R) -> Self {
         Self {
             command: std::env::args().collect(),

@@ -14,8 +14,9 @@ use serde::Serialize;
 use self::floor::ModelCost;
 use self::roof::Roof;
 use self::steps::Steps;
-use crate::error::{BenchError, Result};
+use crate::error::Result;
 use crate::machine::Machine;
+use crate::output::write_json;
 use crate::table::Table;
 
 /// Measure decode steps beside the memory floor and prompts beside the compute roof, both measured on the same device.
@@ -152,12 +153,7 @@ pub fn run(args: Args) -> Result<()> {
         report.prefill.push(PrefillRow { tokens, ms, tflops, of_roof });
     }
     print!("{report}");
-    if let Some(path) = &args.json {
-        let json =
-            serde_json::to_vec_pretty(&report).expect("numbers and strings always serialize. This is a bug.");
-        std::fs::write(path, json).map_err(BenchError::io(format!("writing {}", path.display())))?;
-    }
-    Ok(())
+    write_json(args.json.as_deref(), &report)
 }
 
 impl fmt::Display for Report {

@@ -11,6 +11,7 @@ use serde::Serialize;
 
 use crate::error::{BenchError, Result};
 use crate::machine::{Load, Machine, load as machine_load};
+use crate::output::write_json;
 use crate::process::{Process, serve_binary};
 use crate::table::{Table, grouped, ms};
 use load::{Kind, Outcome, Target, Until};
@@ -135,13 +136,9 @@ pub async fn run(args: Args) -> Result<()> {
     }
     println!("{}", table(&runs));
     let problems = problems(&runs);
-    if let Some(path) = &args.json {
-        let command = std::env::args().collect();
-        let report = Report { command, settings: args.clone(), machine: Machine::look(), load_before, runs };
-        let json =
-            serde_json::to_vec_pretty(&report).expect("numbers and strings always serialize. This is a bug.");
-        std::fs::write(path, json).map_err(BenchError::io(path.display().to_string()))?;
-    }
+    let command = std::env::args().collect();
+    let report = Report { command, settings: args.clone(), machine: Machine::look(), load_before, runs };
+    write_json(args.json.as_deref(), &report)?;
     if let Some(process) = own {
         process.stop().await?;
     }

@@ -14,6 +14,7 @@ use crate::client::Client;
 use crate::deployment::{Deployment, Launcher, Shape};
 use crate::error::{BenchError, Result};
 use crate::machine::{self, Machine};
+use crate::output::write_json;
 use crate::prompts;
 use crate::sample::{self, Load, Prompt, Sample};
 use crate::workload::Workload;
@@ -56,7 +57,7 @@ pub async fn run(args: Args) -> Result<()> {
         settings: args,
     };
     print!("\n{report}");
-    report.write_json(report.settings.json.as_deref())?;
+    write_json(report.settings.json.as_deref(), &report)?;
     match report.problems.is_empty() {
         true => Ok(()),
         false => Err(BenchError::Checks(report.problems)),

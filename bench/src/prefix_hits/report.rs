@@ -1,12 +1,10 @@
 //! What `bench prefix-hits` makes of its requests: ratios, the rule, and a table.
 
 use std::fmt;
-use std::path::Path;
 
 use serde::Serialize;
 
 use super::Args;
-use crate::error::{BenchError, Result};
 use crate::machine::{Load, Machine};
 use crate::stats::{mean, median};
 use crate::table::{Table, ms, or_dash};
@@ -145,13 +143,6 @@ fn standard_error(values: &[f64]) -> f64 {
 }
 
 impl Report {
-    /// Does nothing without a path.
-    pub fn write_json(&self, path: Option<&Path>) -> Result<()> {
-        let Some(path) = path else { return Ok(()) };
-        let json = serde_json::to_vec(self).expect("numbers and strings always serialize. This is a bug.");
-        std::fs::write(path, json).map_err(BenchError::io(format!("writing {}", path.display())))
-    }
-
     fn table(&self) -> Table {
         let mut table = Table::new(&[
             "prefixes",

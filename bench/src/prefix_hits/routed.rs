@@ -9,6 +9,7 @@ use super::Args;
 use crate::client::Client;
 use crate::error::{BenchError, Result};
 use crate::machine::Machine;
+use crate::output::write_json;
 use crate::process::{Process, serve_binary};
 use crate::sample::{self, Load};
 use crate::stats::median;
@@ -76,10 +77,7 @@ pub async fn run(args: Args) -> Result<()> {
     );
     let report =
         Report { command: std::env::args().collect(), machine: Machine::look(), rows, settings: args };
-    let Some(path) = &report.settings.json else { return Ok(()) };
-    let json =
-        serde_json::to_vec_pretty(&report).expect("numbers and strings always serialize. This is a bug.");
-    std::fs::write(path, json).map_err(BenchError::io(path.display().to_string()))
+    write_json(report.settings.json.as_deref(), &report)
 }
 
 async fn measure(

@@ -7,6 +7,7 @@ use std::path::PathBuf;
 
 use crate::deployment::{Launcher, Shape};
 use crate::error::{BenchError, Result};
+use crate::output::write_json;
 use crate::table::{Table, ms};
 use engine::sim::Profile;
 use fit::Fit;
@@ -88,8 +89,7 @@ pub async fn run(args: Args) -> Result<()> {
     let points: Vec<_> = measured.iter().map(|point| (point.work, point.seconds)).collect();
     let fit = Fit::of(&points).ok_or_else(|| BenchError::Checks(vec!["no time above 0 was seen".into()]))?;
     let path = args.json.display().to_string();
-    let json = serde_json::to_string_pretty(&fit.profile()).expect("numbers serialize. This is a bug.");
-    std::fs::write(&args.json, json + "\n").map_err(BenchError::io(format!("writing {path}")))?;
+    write_json(Some(&args.json), &fit.profile())?;
     let simulated = match args.check {
         true => Some(measure_on(&args, &args.simulated_args()).await?),
         false => {

@@ -13,6 +13,7 @@ use serde_json::Value;
 use crate::client::Client;
 use crate::error::{BenchError, Result};
 use crate::machine::{Machine, load};
+use crate::output::write_json;
 use crate::process::{Process, serve_binary};
 use crate::prompts;
 use crate::sample::{self, Load};
@@ -184,7 +185,7 @@ pub async fn run(args: Args) -> Result<()> {
         runs,
     };
     println!("{report}");
-    report.write_json(report.settings.json.as_deref())?;
+    write_json(report.settings.json.as_deref(), &report)?;
     match report.problems() {
         problems if problems.is_empty() => Ok(()),
         problems => Err(BenchError::Checks(problems)),

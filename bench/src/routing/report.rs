@@ -1,12 +1,10 @@
 //! What `bench routing` found.
 
 use std::fmt;
-use std::path::Path;
 
 use serde::Serialize;
 
 use super::{Args, Mode};
-use crate::error::{BenchError, Result};
 use crate::machine::{Load, Machine};
 use crate::stats::mean;
 use crate::table::{Table, ms, or_dash};
@@ -40,14 +38,6 @@ pub struct Report {
 }
 
 impl Report {
-    /// Does nothing without a path.
-    pub fn write_json(&self, path: Option<&Path>) -> Result<()> {
-        let Some(path) = path else { return Ok(()) };
-        let json =
-            serde_json::to_vec_pretty(self).expect("numbers and strings always serialize. This is a bug.");
-        std::fs::write(path, json).map_err(BenchError::io(format!("writing {}", path.display())))
-    }
-
     /// A worker without events must be seen, and no other.
     pub fn problems(&self) -> Vec<String> {
         let wrong = self.runs.iter().filter(|run| run.mismatches != run.expected_mismatches);

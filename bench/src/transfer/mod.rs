@@ -18,6 +18,7 @@ use transfer::Direction;
 
 use crate::error::{BenchError, Result};
 use crate::machine::{Machine, load};
+use crate::output::{write, write_json};
 use case::{Geometry, Shape};
 use child::Child;
 use protocol::{Answer, Command};
@@ -124,19 +125,10 @@ pub async fn run(args: Args) -> Result<()> {
     }
     report.load_after = load();
     println!("\n{report}");
-    if let Some(path) = &args.json {
-        write(path, &serde_json::to_string_pretty(&report).expect("numbers serialize. This is a bug."))?;
-    }
+    write_json(args.json.as_deref(), &report)?;
     if let Some(path) = &args.svg {
         write(path, &svg::draw(&report))?;
     }
-    Ok(())
-}
-
-fn write(path: &std::path::Path, text: &str) -> Result<()> {
-    let shown = path.display().to_string();
-    std::fs::write(path, format!("{text}\n")).map_err(BenchError::io(format!("writing {shown}")))?;
-    println!("written to {shown}");
     Ok(())
 }
 

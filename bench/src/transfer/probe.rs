@@ -4,8 +4,9 @@ use serde::Serialize;
 use transfer::{Direction, ProbeReport};
 
 use super::protocol::{Answer, Command};
-use super::{Args, pair, write};
+use super::{Args, pair};
 use crate::error::Result;
+use crate::output::write_json;
 use crate::table::{Table, or_dash};
 
 #[derive(Debug, Serialize)]
@@ -30,10 +31,7 @@ pub async fn run(args: &Args, transports: &[String]) -> Result<()> {
     }
     println!("{}", table(&all));
     all.iter().flat_map(|probed| &probed.complaints).for_each(|complaint| println!("warning: {complaint}"));
-    if let Some(path) = &args.json {
-        write(path, &serde_json::to_string_pretty(&all).expect("numbers serialize. This is a bug."))?;
-    }
-    Ok(())
+    write_json(args.json.as_deref(), &all)
 }
 
 fn table(all: &[Probed]) -> Table {

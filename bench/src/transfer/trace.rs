@@ -7,9 +7,10 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use super::{Args, write};
+use super::Args;
 use crate::deployment::{Deployment, Launcher, Shape, Transport};
 use crate::error::{BenchError, Result};
+use crate::output::write;
 use crate::prompts::Prompts;
 use crate::serve_log::field;
 

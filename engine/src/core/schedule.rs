@@ -122,11 +122,17 @@ impl Core {
 
     /// Plans a token of each running request that has one left to compute; returns the others, prompts in the midst of
     /// their computation, with what they have left.
-    fn plan_decodes(&mut self, plan: &mut Plan, budget: &mut usize, now: Duration) -> Vec<(RequestId, usize)> {
+    fn plan_decodes(
+        &mut self,
+        plan: &mut Plan,
+        budget: &mut usize,
+        now: Duration,
+    ) -> Vec<(RequestId, usize)> {
         let mut prefills = Vec::new();
         for id in self.running.clone() {
             // Preempted meanwhile to make room for one before it.
-            let Some(request) = self.requests.get(&id).filter(|request| request.state == State::Running) else {
+            let Some(request) = self.requests.get(&id).filter(|request| request.state == State::Running)
+            else {
                 continue;
             };
             match request.remaining() {
