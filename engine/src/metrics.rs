@@ -106,7 +106,7 @@ const MIRRORED: &[(&str, &str)] = &[
     ("vllm:nixl_num_failed_transfers_total", "KV transfers and handshakes of transports that failed."),
     (
         "vllm:nixl_num_failed_notifications_total",
-        "Transfers that failed after their bytes had moved: the notification could not be sent.",
+        "Handoffs given up since a notification of the data path never came.",
     ),
 ];
 
@@ -362,6 +362,9 @@ impl Metrics {
     /// A ticket of ours brought no KV.
     pub fn ticket_failed(&self, fault: KvFault) {
         self.ticket_faults.with_label_values(&[fault.label()]).inc();
+        if fault == KvFault::NotificationLost {
+            self.counters["vllm:nixl_num_failed_notifications_total"].inc();
+        }
     }
 
     /// Takes over the core's counts after a step.
