@@ -122,8 +122,10 @@ async fn prefill_worker_that_stands_still_is_given_up_and_its_blocks_come_back_w
     let client = cluster.client();
     let ask = long();
     let pause = async {
-        // Blocks are granted by now: what may still be written to them must not be used.
+        // What may still be written to granted blocks must not be used. A busy machine computes some of the prompt before
+        // it grants any.
         computing(&cluster).await;
+        client.metrics_when("a grant", |m| m.account().ticketed > 0).await;
         cluster.prefill().pause();
         client.metrics_when("quarantine", |m| m.account().quarantined > 0).await
     };
