@@ -44,6 +44,8 @@ const TOKENS: &[f64] = &[
     1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0, 10000.0, 20000.0, 50000.0,
 ];
 
+const COUNTS: &[f64] = &[1.0, 2.0, 5.0, 10.0, 20.0];
+
 /// All of an engine's metrics.
 pub struct Metrics {
     pub registry: Registry,
@@ -66,6 +68,10 @@ pub struct Metrics {
     time_per_output_token: Histogram,
     iteration_tokens: Histogram,
     params_max_tokens: Histogram,
+    params_n: Histogram,
+    prefill_kv_computed: Histogram,
+    fetch_by_stage: IntGaugeVec,
+    cached_by_source: IntCounterVec,
     prompt_tokens: Histogram,
     generation_tokens: Histogram,
     ticket_faults: IntCounterVec,
@@ -195,6 +201,34 @@ impl Metrics {
                 "max_tokens of requests.",
                 TOKENS,
             ),
+            params_n: histogram(r, "vllm:request_params_n", "n of requests.", COUNTS),
+            prefill_kv_computed: histogram(
+                r,
+                "vllm:request_prefill_kv_computed_tokens",
+                "Prompt tokens of a request that were computed here, neither found nor received.",
+                TOKENS,
+            ),
+            fetch_by_stage: register(
+                r,
+                IntGaugeVec::new(
+                    Opts::new(
+                        "vllm:num_requests_kv_fetch_by_stage",
+                        "Requests whose KV comes from a prefill worker: without blocks yet, on the way, or here and \
+                         without a running slot.",
+                    ),
+                    &["stage"],
+                ),
+            ),
+            cached_by_source: register(
+                r,
+                IntCounterVec::new(
+                    Opts::new(
+                        "vllm:prompt_tokens_cached_by_source_total",
+                        "Prompt tokens that were not computed here, by where their KV was.",
+                    ),
+                    &["source"],
+                ),
+            ),
             decode: histogram(r, "vllm:request_decode_time_seconds", "First to last token.", LATENCY),
             prompt_tokens: histogram(r, "vllm:request_prompt_tokens", "Prompt tokens of a request.", TOKENS),
             generation_tokens: histogram(r, "vllm:request_generation_tokens", "Tokens of an answer.", TOKENS),
@@ -285,6 +319,11 @@ impl Metrics {
         self.params_max_tokens.observe(max_tokens as f64);
     }
 
+    /// A client asked for `n` choices in one request.
+    pub fn asked(&self, n: usize) {
+        self.params_n.observe(n as f64);
+    }
+
     /// A step of this many tokens was computed.
     pub fn stepped(&self, tokens: usize) {
         self.iteration_tokens.observe(tokens as f64);
@@ -303,6 +342,12 @@ impl Metrics {
     pub fn finished(&self, reason: FinishReason, usage: &Usage, timeline: &Timeline) {
         self.success.with_label_values(&[reason.as_str()]).inc();
         self.prompt_tokens.observe(usage.prompt_tokens as f64);
+        let computed = match usage.transferred_tokens {
+            0 => usage.prompt_tokens.saturating_sub(usage.cached_tokens),
+            // Nothing of a prompt that came is computed here; some of it may have been cached on the other side.
+            _ => 0,
+        };
+        self.prefill_kv_computed.observe(computed as f64);
         self.generation_tokens.observe(usage.completion_tokens as f64);
         let (first, last) =
             (timeline.first_token.unwrap_or_default(), timeline.last_token.unwrap_or_default());
@@ -375,6 +420,14 @@ impl Metrics {
         self.waiting.set(core.num_waiting() as i64);
         self.waiting_by_reason.with_label_values(&["capacity"]).set(core.num_waiting() as i64);
         self.waiting_by_reason.with_label_values(&["deferred"]).set(core.num_remote() as i64);
+        let fetching = core.fetching();
+        for (stage, count) in [
+            ("waiting_to_start", fetching.without_blocks),
+            ("in_progress", fetching.under_way),
+            ("completed_waiting", fetching.without_slot),
+        ] {
+            self.fetch_by_stage.with_label_values(&[stage]).set(count as i64);
+        }
         let account = core.account();
         let used = account.sum() - account.free - account.cached;
         self.kv_usage.set(used as f64 / account.sum().max(1) as f64);
@@ -447,6 +500,12 @@ impl Metrics {
             ("external_kv_transfer", now.prompt_tokens_transferred, seen.prompt_tokens_transferred),
         ] {
             self.prompt_by_source.with_label_values(&[source]).inc_by(now - seen);
+        }
+        for (source, now, seen) in [
+            ("device", now.prompt_tokens_cached, seen.prompt_tokens_cached),
+            ("p2p", now.prompt_tokens_transferred, seen.prompt_tokens_transferred),
+        ] {
+            self.cached_by_source.with_label_values(&[source]).inc_by(now - seen);
         }
     }
 }

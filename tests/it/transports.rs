@@ -114,6 +114,31 @@ async fn the_self_test_of_a_link_and_each_transfer_are_exported() {
 }
 
 #[tokio::test]
+async fn where_a_prompts_kv_came_from_is_exported_under_vllms_names() {
+    let cluster = Deployment::split("socket").start().await;
+    cluster.client().answer(&Ask::completion(prompts::ids(100, 1)).with("n", 2)).await;
+    cluster.settled().await;
+    let (decode, prefill) = (cluster.client().metrics().await, cluster.prefill().client().metrics().await);
+    assert_eq!(
+        (decode.value("vllm:request_params_n_count"), decode.value("vllm:request_params_n_sum")),
+        (1.0, 2.0)
+    );
+    let cached = |source| {
+        decode.labelled("vllm:prompt_tokens_cached_by_source_total", &format!("source=\"{source}\""))
+    };
+    assert_eq!(cached("p2p"), decode.prompt_tokens("external_kv_transfer") as f64);
+    assert!(cached("p2p") >= 100.0, "both choices came, or the second found the first one's");
+    assert_eq!(cached("p2p") + cached("device"), 200.0);
+    assert_eq!(decode.value("vllm:request_prefill_kv_computed_tokens_sum"), 0.0);
+    assert_eq!(decode.value("vllm:request_prefill_kv_computed_tokens_count"), 2.0);
+    assert!(prefill.prompt_tokens("local_compute") >= 100);
+    for stage in ["waiting_to_start", "in_progress", "completed_waiting"] {
+        let label = format!("stage=\"{stage}\"");
+        assert_eq!(decode.labelled("vllm:num_requests_kv_fetch_by_stage", &label), 0.0, "{stage}");
+    }
+}
+
+#[tokio::test]
 async fn a_prompt_that_is_cached_whole_is_no_transfer() {
     let cluster = Deployment::split("socket").start().await;
     let ask = Ask::completion(prompts::ids(100, 1));

@@ -98,6 +98,16 @@ enum Stale {
     Unknown,
 }
 
+/// Requests whose KV comes from a prefill worker, by how far it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fetching {
+    pub without_blocks: usize,
+    /// Blocks are granted, and being written or read into.
+    pub under_way: usize,
+    /// All is here; a running slot is not.
+    pub without_slot: usize,
+}
+
 /// A linked prefill worker.
 #[derive(Debug)]
 struct PrefillPeer {
@@ -254,6 +264,15 @@ impl Core {
     /// Requests whose KV is being made elsewhere.
     pub fn num_remote(&self) -> usize {
         self.tickets.len()
+    }
+
+    /// How far those are, and those whose KV has come.
+    pub fn fetching(&self) -> Fetching {
+        let granted = |id: &&RequestId| {
+            self.requests[*id].remote.as_ref().is_some_and(|remote| remote.granted_from.is_some())
+        };
+        let under_way = self.tickets.values().filter(granted).count();
+        Fetching { without_blocks: self.tickets.len() - under_way, under_way, without_slot: self.ready.len() }
     }
 
     /// Tickets that decode workers have open here.

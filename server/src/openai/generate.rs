@@ -72,6 +72,7 @@ fn submit(
     source: &KvSource,
     extras: &Extras,
 ) -> Result<Vec<Choice>, ApiError> {
+    serving.engine.metrics().asked(job.options.n);
     let mut choices = Vec::new();
     for (prompt, ids) in job.prompts.iter().enumerate() {
         for copy in 0..job.options.n {
