@@ -97,7 +97,8 @@ impl Tokenizer {
             Encoder::Ours(ours) => Ok(ours.encode(text)),
             Encoder::Library(library) => {
                 let encoding = library.encode_fast(text, add_special_tokens);
-                let encoding = encoding.map_err(|error| ModelError::Tokenize { reason: error.to_string() })?;
+                let encoding =
+                    encoding.map_err(|error| ModelError::Tokenize { reason: error.to_string() })?;
                 Ok(encoding.get_ids().to_vec())
             }
         }

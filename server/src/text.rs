@@ -43,8 +43,10 @@ impl Text {
 
     /// Tokens of a completion's prompts.
     pub async fn encode(self: Arc<Self>, prompts: Vec<Prompt>) -> Result<Vec<Vec<TokenId>>, ApiError> {
-        let size =
-            prompts.iter().map(|prompt| if let Prompt::Text(text) = prompt { text.len() } else { 0 }).sum::<usize>();
+        let size = prompts
+            .iter()
+            .map(|prompt| if let Prompt::Text(text) = prompt { text.len() } else { 0 })
+            .sum::<usize>();
         let inline = self.inline_bytes();
         let encode = move |prompt| match prompt {
             Prompt::Ids(ids) => Ok(ids),

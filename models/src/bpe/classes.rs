@@ -41,7 +41,8 @@ impl Classes {
 
     fn new() -> Self {
         let mut all = vec![0; char::MAX as usize + 1];
-        for (class, pattern) in [(LETTER, r"\p{L}"), (NUMBER, r"\p{N}"), (SPACE, r"\s"), (NEWLINE, r"[\r\n]")] {
+        for (class, pattern) in [(LETTER, r"\p{L}"), (NUMBER, r"\p{N}"), (SPACE, r"\s"), (NEWLINE, r"[\r\n]")]
+        {
             for (start, end) in ranges(pattern) {
                 all[start as usize..=end as usize].iter_mut().for_each(|entry| *entry |= class);
             }

@@ -96,9 +96,11 @@ fn check_settings(file: &File) -> Result<(), String> {
     let splits = &file.pre_tokenizer["pretokenizers"];
     let known = match splits.as_array().map(Vec::as_slice) {
         Some([split, bytes]) => {
-            *split == serde_json::json!({
-                "type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": false
-            }) && byte_level(bytes)
+            *split
+                == serde_json::json!({
+                    "type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": false
+                })
+                && byte_level(bytes)
         }
         _ => false,
     };

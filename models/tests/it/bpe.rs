@@ -43,14 +43,103 @@ fn assert_same(text: &str) {
 /// Pieces that the splitting pattern, NFC and the added tokens treat each in their own way.
 fn piece() -> impl Strategy<Value = String> {
     let fixed = select(vec![
-        " ", "  ", "   ", "\t", "\n", "\r\n", "\r", "\u{b}", "\u{85}", "\u{a0}", "\u{2028}", "\u{3000}", "\u{feff}",
-        "\u{200b}", "\u{200d}", "'", "'s", "'S", "'ll", "'LL", "'Re", "'ve", "'d", "'m", "'t", "'\u{17f}", "\u{2019}s",
-        "<|im_start|>", "<|im_end|>", "<|im_", "|>", "<", "<tool_call>", "</tool_call>", "<think>", "</think>",
-        "<|endoftext|>", "<|fim_prefix|>", "<<|im_end|>>", "the", "The", " the", "hello", "fn", "() {", "}", "==", "->",
-        "//", "/*", "...", "!?", "_", "-", "$", "1", "12", "2026", "½", "٣", "Ⅷ", "²", "é", "e\u{301}", "\u{301}",
-        "a\u{323}\u{307}", "a\u{307}\u{323}", "\u{212b}", "\u{f900}", "\u{2126}", "ﬁ", "你好", "，", "世界", "日本語", "カ\u{3099}",
-        "한국어", "\u{1112}\u{1161}\u{11ab}", "\u{ac00}\u{11a8}", "हिन्दी", "தமிழ்", "ไทย", "עברית", "\u{5d0}\u{5b7}", "العربية",
-        "кириллица", "ελληνικά", "🫠", "👨‍👩‍👧", "🇩🇪", "👍🏽", "𝔘𝔫𝔦", "𠮷", "\u{1d15e}", "\u{0344}", "\u{0}", "\u{7f}",
+        " ",
+        "  ",
+        "   ",
+        "\t",
+        "\n",
+        "\r\n",
+        "\r",
+        "\u{b}",
+        "\u{85}",
+        "\u{a0}",
+        "\u{2028}",
+        "\u{3000}",
+        "\u{feff}",
+        "\u{200b}",
+        "\u{200d}",
+        "'",
+        "'s",
+        "'S",
+        "'ll",
+        "'LL",
+        "'Re",
+        "'ve",
+        "'d",
+        "'m",
+        "'t",
+        "'\u{17f}",
+        "\u{2019}s",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|im_",
+        "|>",
+        "<",
+        "<tool_call>",
+        "</tool_call>",
+        "<think>",
+        "</think>",
+        "<|endoftext|>",
+        "<|fim_prefix|>",
+        "<<|im_end|>>",
+        "the",
+        "The",
+        " the",
+        "hello",
+        "fn",
+        "() {",
+        "}",
+        "==",
+        "->",
+        "//",
+        "/*",
+        "...",
+        "!?",
+        "_",
+        "-",
+        "$",
+        "1",
+        "12",
+        "2026",
+        "½",
+        "٣",
+        "Ⅷ",
+        "²",
+        "é",
+        "e\u{301}",
+        "\u{301}",
+        "a\u{323}\u{307}",
+        "a\u{307}\u{323}",
+        "\u{212b}",
+        "\u{f900}",
+        "\u{2126}",
+        "ﬁ",
+        "你好",
+        "，",
+        "世界",
+        "日本語",
+        "カ\u{3099}",
+        "한국어",
+        "\u{1112}\u{1161}\u{11ab}",
+        "\u{ac00}\u{11a8}",
+        "हिन्दी",
+        "தமிழ்",
+        "ไทย",
+        "עברית",
+        "\u{5d0}\u{5b7}",
+        "العربية",
+        "кириллица",
+        "ελληνικά",
+        "🫠",
+        "👨‍👩‍👧",
+        "🇩🇪",
+        "👍🏽",
+        "𝔘𝔫𝔦",
+        "𠮷",
+        "\u{1d15e}",
+        "\u{0344}",
+        "\u{0}",
+        "\u{7f}",
     ])
     .prop_map(str::to_owned);
     prop_oneof![
@@ -88,7 +177,8 @@ fn words_of_any_length_are_tokenized_as_by_the_library() {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (state >> 33) % below
     };
-    let alphabets = ["ab", "etaoin shrdlu", "abcdefghijklmnopqrstuvwxyz", "一丁七万丈三上下不与", "=-", "ééàüß", "🫠🥹"];
+    let alphabets =
+        ["ab", "etaoin shrdlu", "abcdefghijklmnopqrstuvwxyz", "一丁七万丈三上下不与", "=-", "ééàüß", "🫠🥹"];
     for length in (1..200).chain([500, 5_000]) {
         for alphabet in alphabets {
             let chars: Vec<char> = alphabet.chars().collect();
@@ -119,7 +209,12 @@ fn every_character_is_tokenized_as_by_the_library() {
 #[test]
 fn the_repositorys_texts_are_tokenized_as_by_the_library() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let mut files = vec![root.join("demo/train"), root.join("src"), root.join("../kernels/cu"), root.join("../README.md")];
+    let mut files = vec![
+        root.join("demo/train"),
+        root.join("src"),
+        root.join("../kernels/cu"),
+        root.join("../README.md"),
+    ];
     files.extend(std::env::var_os(TEXTS).map(PathBuf::from));
     let mut bytes = 0;
     while let Some(path) = files.pop() {
@@ -163,6 +258,10 @@ fn another_tokenizer_was_taken_for_one_that_is_known() {
         let ours = Tokenizer::load(dir.path()).unwrap();
         assert!(!ours.is_fast(), "{place}");
         let text = "Hi, it's  12 <|im_end|> ﬁne\n";
-        assert_eq!(ours.encode(text, true).unwrap(), library.encode_fast(text, true).unwrap().get_ids(), "{place}");
+        assert_eq!(
+            ours.encode(text, true).unwrap(),
+            library.encode_fast(text, true).unwrap().get_ids(),
+            "{place}"
+        );
     }
 }
