@@ -365,6 +365,18 @@ impl Metrics {
         }
     }
 
+    /// A prompt was computed here for a decode worker: its request ends there, but the prefill was here.
+    pub fn computed_for_another(&self, timing: &PrefillTiming) {
+        self.prefill.observe(Duration::from_micros(timing.compute_us).as_secs_f64());
+    }
+
+    /// Prompt tokens computed in a second of requests' prefill, since the start; `None` until there was any.
+    pub fn prefill_tokens_per_sec(&self) -> Option<f64> {
+        let tokens = self.prompt_by_source.with_label_values(&["local_compute"]).get() as f64;
+        let seconds = self.prefill.get_sample_sum();
+        (tokens > 0.0 && seconds > 0.0).then(|| tokens / seconds)
+    }
+
     /// A ticket ended well, on either side.
     pub fn transferred(&self, totals: &Totals, timing: &PrefillTiming) {
         // Everything was in the decode worker's cache: that was no transfer.

@@ -16,6 +16,7 @@
 //! Not here: sampling and scheduling (`engine`), the KV cache and kernels (`kernels`), HTTP (`server`). The
 //! environment is read by `main` alone and comes in as options.
 
+mod bpe;
 mod chat;
 mod config;
 mod detokenize;

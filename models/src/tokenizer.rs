@@ -3,23 +3,38 @@
 //! Only byte-level BPE is accepted, which is what Qwen's models have. There every id stands for a fixed
 //! string of bytes, whatever is around it; the streaming detokenizer rests on that.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 use tokenizers::DecoderWrapper;
 use xxhash_rust::xxh3::xxh3_64;
 
+use crate::bpe::{Bpe, byte_alphabet};
 use crate::error::ModelError;
 use crate::files::{read, read_json};
 
 const FILE: &str = "tokenizer.json";
 
+/// Tokenized both ways when a tokenizer is loaded: words, contractions, digits, runs of spaces, characters that NFC
+/// changes, several scripts, and special tokens.
+const PROBE: &str = "The quick brown fox's 12 jumps;  they'LL  see.\r\n\r\n\tfn main() { println!(\"\u{e9}t\u{65}\u{301}\"); }   \n \u{3000}\
+    \u{4f60}\u{597d}\u{ff0c}\u{4e16}\u{754c} \u{5e9}\u{5dc}\u{5d5}\u{5dd} \u{1100}\u{1161} \u{1f469}\u{200d}\u{1f467} \u{bd} \u{661} I'\u{17f}\
+    <|im_start|>user\nHi<|im_end|>\n <|im_start| >antidisestablishmentarianism ";
+
+/// What makes tokens of text.
+#[derive(Debug)]
+enum Encoder {
+    /// For the tokenizers that it knows.
+    Ours(Box<Bpe>),
+    Library(Box<tokenizers::Tokenizer>),
+}
+
 /// A loaded `tokenizer.json` with what `tokenizer_config.json` adds to it. Immutable; share it in an `Arc`.
 #[derive(Debug)]
 pub struct Tokenizer {
     path: PathBuf,
-    inner: tokenizers::Tokenizer,
+    encoder: Encoder,
     config: TokenizerConfig,
     pieces: Pieces,
     fingerprint: u64,
@@ -58,7 +73,17 @@ impl Tokenizer {
         inner.with_truncation(None).map_err(|error| bad(error.to_string()))?;
         let pieces = Pieces::new(&inner);
         let config = TokenizerConfig::load(dir)?;
-        Ok(Self { inner, config, pieces, fingerprint: xxh3_64(&bytes), path })
+        let encoder = match ours(&bytes, &inner) {
+            Ok(ours) => {
+                tracing::debug!(path = %path.display(), "tokenized by kvferry's own encoder");
+                Encoder::Ours(Box::new(ours))
+            }
+            Err(unknown) => {
+                tracing::info!(path = %path.display(), unknown, "tokenized by the `tokenizers` crate, which is slower");
+                Encoder::Library(Box::new(inner))
+            }
+        };
+        Ok(Self { encoder, config, pieces, fingerprint: xxh3_64(&bytes), path })
     }
 
     /// Token ids of `text`. Special tokens that are spelled out in it become those tokens, as in vLLM's
@@ -67,9 +92,21 @@ impl Tokenizer {
     /// # Errors
     /// The tokenizer itself fails.
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, ModelError> {
-        let encoding = self.inner.encode_fast(text, add_special_tokens);
-        let encoding = encoding.map_err(|error| ModelError::Tokenize { reason: error.to_string() })?;
-        Ok(encoding.get_ids().to_vec())
+        match &self.encoder {
+            // Its post-processor adds nothing.
+            Encoder::Ours(ours) => Ok(ours.encode(text)),
+            Encoder::Library(library) => {
+                let encoding = library.encode_fast(text, add_special_tokens);
+                let encoding =
+                    encoding.map_err(|error| ModelError::Tokenize { reason: error.to_string() })?;
+                Ok(encoding.get_ids().to_vec())
+            }
+        }
+    }
+
+    /// True where texts are tokenized by our own encoder, false where by the `tokenizers` crate.
+    pub fn is_fast(&self) -> bool {
+        matches!(self.encoder, Encoder::Ours(_))
     }
 
     /// The text of `ids`. Bytes that are not UTF-8 become U+FFFD; ids without a token are skipped.
@@ -91,7 +128,7 @@ impl Tokenizer {
 
     /// The id of a token, special or not, by its exact spelling in the vocabulary.
     pub fn token_to_id(&self, token: &str) -> Option<u32> {
-        self.inner.token_to_id(token)
+        self.pieces.find(token)
     }
 
     /// How many ids have a token.
@@ -138,6 +175,16 @@ impl Tokenizer {
     }
 }
 
+/// Our own encoder, if it knows the tokenizer and gives what the library gives.
+fn ours(json: &[u8], inner: &tokenizers::Tokenizer) -> Result<Bpe, String> {
+    let ours = Bpe::recognise(json, inner)?;
+    let theirs = inner.encode_fast(PROBE, true).map_err(|error| error.to_string())?;
+    match ours.encode(PROBE) == theirs.get_ids() {
+        true => Ok(ours),
+        false => Err("a text that is tokenized otherwise".into()),
+    }
+}
+
 impl TokenizerConfig {
     fn load(dir: &Path) -> Result<Self, ModelError> {
         let Some(value) = read_json(&dir.join("tokenizer_config.json"))? else { return Ok(Self::default()) };
@@ -156,11 +203,13 @@ impl TokenizerConfig {
 }
 
 /// The bytes of every token, end to end: two allocations instead of one for each of 150,000 tokens.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Pieces {
     bytes: Vec<u8>,
     /// By id: where its bytes are, or `None` for an id without a token.
     spans: Vec<Option<(u32, u32)>>,
+    /// Ids of tokens that are not spelled in the alphabet for bytes, and so stand for their own text.
+    plain: HashSet<u32>,
     special: HashMap<u32, String>,
     count: usize,
 }
@@ -169,18 +218,20 @@ impl Pieces {
     fn new(inner: &tokenizers::Tokenizer) -> Self {
         let alphabet = byte_alphabet();
         let highest = inner.get_vocab(true).into_values().max();
-        let mut pieces = Self { bytes: Vec::new(), spans: Vec::new(), special: HashMap::new(), count: 0 };
+        let mut pieces = Self::default();
         for id in 0..highest.map_or(0, |highest| highest + 1) {
             let Some(token) = inner.id_to_token(id) else {
                 pieces.spans.push(None);
                 continue;
             };
             let start = pieces.bytes.len();
-            let mapped: Option<Vec<u8>> = token.chars().map(|c| alphabet.get(&c).copied()).collect();
             // A token with a character outside the alphabet (an added one) stands for its own text.
-            match mapped {
+            match spelled(&alphabet, &token) {
                 Some(bytes) => pieces.bytes.extend(bytes),
-                None => pieces.bytes.extend(token.as_bytes()),
+                None => {
+                    pieces.bytes.extend(token.as_bytes());
+                    pieces.plain.insert(id);
+                }
             }
             pieces.spans.push(Some((start as u32, pieces.bytes.len() as u32)));
             pieces.count += 1;
@@ -195,13 +246,18 @@ impl Pieces {
         let (start, end) = (*self.spans.get(id as usize)?)?;
         Some(&self.bytes[start as usize..end as usize])
     }
+
+    /// The id of the token that is spelled like this in the vocabulary. Looks at each: for loading.
+    fn find(&self, token: &str) -> Option<u32> {
+        let bytes = spelled(&byte_alphabet(), token);
+        let plain = bytes.is_none();
+        let bytes = bytes.as_deref().unwrap_or(token.as_bytes());
+        let is_it = |id: &u32| self.plain.contains(id) == plain && self.get(*id) == Some(bytes);
+        (0..self.spans.len() as u32).find(is_it)
+    }
 }
 
-/// GPT-2's printable alphabet for bytes: printable Latin-1 stands for itself, the other 68 bytes are
-/// U+0100 and on, in their order.
-fn byte_alphabet() -> HashMap<char, u8> {
-    let printable = |byte: &u8| matches!(byte, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
-    let shown = (0..=255u8).filter(printable).map(|byte| (char::from(byte), byte));
-    let hidden = (0..=255u8).filter(|byte| !printable(byte));
-    shown.chain(('\u{100}'..).zip(hidden)).collect()
+/// The bytes of a token that is spelled in the alphabet for bytes.
+fn spelled(alphabet: &HashMap<char, u8>, token: &str) -> Option<Vec<u8>> {
+    token.chars().map(|c| alphabet.get(&c).copied()).collect()
 }

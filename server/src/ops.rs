@@ -39,7 +39,9 @@ pub async fn health(State(state): State<Arc<AppState>>) -> Response {
 pub async fn worker(State(state): State<Arc<AppState>>) -> Result<Json<WorkerRecord>, ApiError> {
     let record = state.record.get().ok_or_else(|| ApiError::unavailable("the model is being loaded"))?;
     let draining = state.readiness.get() == crate::readiness::State::Draining;
-    Ok(Json(WorkerRecord { draining, ..record.clone() }))
+    let measured = state.serving().ok().and_then(|serving| serving.engine.metrics().prefill_tokens_per_sec());
+    let prefill_tokens_per_sec = measured.map(|speed| speed as f32);
+    Ok(Json(WorkerRecord { draining, prefill_tokens_per_sec, ..record.clone() }))
 }
 
 /// 200 as long as the process answers.

@@ -85,6 +85,35 @@ async fn a_decode_worker_gets_kv_from_the_prefill_worker_that_the_frontend_names
     assert_eq!(pair.decode.client().metrics().await.value("kvferry:tickets_failed_total"), 0.0);
 }
 
+/// A prefill worker's requests end on the decode worker, so its prefill time was not counted, and its speed stayed an
+/// assumption however much it computed.
+#[tokio::test]
+async fn a_prefill_workers_speed_was_never_measured() {
+    let pair = Pair::start(1, "--disagg-policy always").await;
+    for seed in 0..4 {
+        pair.front.client().answer(&Ask::completion(prompts::ids(300, seed))).await;
+    }
+    pair.settled().await;
+    let worker = pair.prefill[0].client();
+    let metrics = worker.metrics().await;
+    assert_eq!(metrics.value("vllm:request_prefill_time_seconds_count"), 4.0);
+    let speed = 1200.0 / metrics.value("vllm:request_prefill_time_seconds_sum");
+    let close =
+        |found: &serde_json::Value| found.as_f64().is_some_and(|found| (found / speed - 1.0).abs() < 0.01);
+    let (_, own) = worker.get("/kv/v1/worker").await.expect("an answer");
+    let own: serde_json::Value = serde_json::from_str(&own).expect("a record");
+    assert!(close(&own["prefill_tokens_per_sec"]), "{own}, expected {speed}");
+    let (front, body) = (pair.front.client(), json!({ "prompt": prompts::ids(150, 9) }));
+    until(std::time::Duration::from_secs(30), "the frontend has read it", || async {
+        let (_, explained) = front.post("/route/explain", &body).await.expect("an answer");
+        match close(&explained["disagg"]["prefill_tokens_per_sec_there"]) {
+            true => Ok(()),
+            false => Err(format!("{explained}, expected {speed}")),
+        }
+    })
+    .await;
+}
+
 #[tokio::test]
 async fn never_and_a_threshold_keep_prompts_on_the_decode_worker() {
     let pair = Pair::start(1, "--disagg-policy threshold:200").await;

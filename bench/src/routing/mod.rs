@@ -235,7 +235,11 @@ async fn one(
     flags.extend(mode.frontend_flags().iter().map(|&flag| flag.to_owned()));
     let mut front = Process::start(&serve_binary()?, dir, "frontend", &flags).await?;
     let client = Client::new(front.url());
-    front.ready(&client).await?;
+    match mode.mismatches(pairs.len()) {
+        0 => front.ready(&client).await?,
+        // It is degraded, and is to say so.
+        silent => loud(&mut front, &client, silent).await?,
+    }
     followed(front.url(), mode.followed(pairs.len())).await?;
     // The order is the seed's; the prefixes are, too.
     let shape = Shape {
@@ -269,6 +273,31 @@ async fn one(
         expected_mismatches: mode.mismatches(pairs.len()),
         mean_ttft_ms: crate::stats::mean(&ttft),
     })
+}
+
+/// Waits until the frontend has met its workers and says of so many that they publish no events.
+async fn loud(front: &mut Process, client: &Client, silent: usize) -> Result<()> {
+    const WITHIN: Duration = Duration::from_secs(60);
+    let started = Instant::now();
+    loop {
+        front.check_alive()?;
+        let found = match client.metrics().await {
+            Ok(metrics) => {
+                metrics.sum("dynamo_component_router_kv_event_source_mismatch_workers", &[]) as usize
+            }
+            // It does not answer yet.
+            Err(_) => 0,
+        };
+        if found >= silent {
+            return Ok(());
+        }
+        if started.elapsed() > WITHIN {
+            let reason =
+                format!("{found} workers are said to publish no events after {WITHIN:?}, expected {silent}");
+            return Err(BenchError::Answer { url: front.url().to_owned(), reason });
+        }
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
 }
 
 /// Waits until the frontend follows the events of so many workers.

@@ -87,7 +87,10 @@ impl Service {
                 self.metrics.ticket_failed(fault);
             }
             Effect::DropPeer(peer) => drop(self.outboxes.remove(&peer)),
-            Effect::Pushed(totals, timing) => self.metrics.transferred(&totals, &timing),
+            Effect::Pushed(totals, timing) => {
+                self.metrics.computed_for_another(&timing);
+                self.metrics.transferred(&totals, &timing);
+            }
             Effect::Received { request_id, totals, timing } => {
                 tracing::info!(
                     request_id,

@@ -34,7 +34,8 @@ pub struct WorkerRecord {
     pub events: Option<EventEndpoints>,
     /// How blocks are named in its events; `None` or another value than [`HASH_SCHEME`]: by token ids only.
     pub hash_scheme: Option<String>,
-    /// What it measured of itself: prompt tokens a second alone.
+    /// What it measured of itself: prompt tokens computed in a second of prefill. Not in what is registered, which is
+    /// written before anything is computed, but in its answer to who it is.
     pub prefill_tokens_per_sec: Option<f32>,
     /// Name of its KV transport.
     pub kv_transport: Option<String>,

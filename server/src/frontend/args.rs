@@ -38,6 +38,10 @@ pub struct FrontendArgs {
     /// one other request loses requests whose prefix it has to an idle one, and prefixes end up everywhere.
     #[arg(long, value_name = "FACTOR", default_value_t = 3.0, value_parser = not_negative, help_heading = ROUTER)]
     pub router_prefill_load_scale: f64,
+    /// Cost of each cached block that would have to make room for a prompt. Dynamo has no such cost (0): a prompt then
+    /// leaves a busy worker that has it for one whose cache is full, and others lose their place in turn.
+    #[arg(long, value_name = "FACTOR", default_value_t = 10.0, value_parser = not_negative, help_heading = ROUTER)]
+    pub router_eviction_weight: f64,
     /// What one running request costs, in blocks.
     #[arg(long, value_name = "BLOCKS", default_value_t = 0.0, value_parser = not_negative, help_heading = ROUTER)]
     pub router_decode_active_request_weight: f64,

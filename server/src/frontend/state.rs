@@ -312,6 +312,7 @@ fn router_config(config: &FrontendConfig, model: Option<String>) -> RouterConfig
         overlap_score_credit: config.overlap_score_credit,
         overlap_score_credit_decay: 0.0,
         prefill_load_scale: config.prefill_load_scale,
+        eviction_weight: config.eviction_weight,
         decode_active_request_weight: config.active_request_weight,
         temperature: config.temperature,
     };

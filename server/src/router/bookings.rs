@@ -4,9 +4,10 @@
 //! the first token, all of it with the request. Invariants: what a booking added is what its end takes away, so a worker
 //! without bookings has no load; blocks that several bookings share count once.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
+
+use rustc_hash::FxHashMap;
 
 use super::policy::BlockKey;
 use super::view::Load;
@@ -44,7 +45,7 @@ struct Open {
 struct Active {
     load: Load,
     /// How many bookings hold each block.
-    blocks: HashMap<BlockKey, u32>,
+    blocks: FxHashMap<BlockKey, u32>,
     last_turn: u64,
     /// The worker left: forgotten when its last booking ends. Should it come back before, its load is still right.
     gone: bool,
@@ -53,8 +54,8 @@ struct Active {
 /// All bookings and the load they make.
 #[derive(Debug)]
 pub struct Bookings {
-    workers: HashMap<WorkerId, Active>,
-    open: HashMap<BookingId, Open>,
+    workers: FxHashMap<WorkerId, Active>,
+    open: FxHashMap<BookingId, Open>,
     next: u64,
     /// A booking that nobody ended for this long is given up: the last resort against a lost end.
     lease: Duration,
@@ -62,7 +63,7 @@ pub struct Bookings {
 
 impl Bookings {
     pub fn new(lease: Duration) -> Self {
-        Self { workers: HashMap::new(), open: HashMap::new(), next: 1, lease }
+        Self { workers: FxHashMap::default(), open: FxHashMap::default(), next: 1, lease }
     }
 
     /// Books `order` as the decision of `turn`.

@@ -82,6 +82,8 @@ pub struct Score {
     pub overlap_blocks: u32,
     /// Prompt blocks left to compute there, other requests' included, after the credit for overlap.
     pub prefill_blocks: f64,
+    /// Cached blocks that would have to make room for this prompt; 0 in modes that do not look at caches.
+    pub evicted_blocks: f64,
     /// Blocks that running requests would hold with this one admitted.
     pub decode_blocks: f64,
     pub active_requests: u64,

@@ -1,6 +1,6 @@
 //! What workers hold by their own word: blocks stored and not removed since.
 
-use super::holdings::{Holdings, Overlaps};
+use super::holdings::{Holdings, Overlaps, TOGETHER};
 use super::slots::{Slot, Slots};
 use crate::router::policy::BlockKey;
 use crate::router::worker::WorkerId;
@@ -101,15 +101,18 @@ impl ExactIndex {
             Some(None) => u16::MAX,
         };
         let mut new = 0;
-        for (offset, key) in keys.iter().enumerate() {
-            let own = self.workers.get_mut(slot);
-            if self.holdings.get(*key, slot).is_some() {
-                continue;
+        let own = self.workers.get_mut(slot);
+        let mut depth = first_depth;
+        for chunk in keys.chunks(TOGETHER) {
+            self.holdings.prefetch(chunk);
+            for key in chunk {
+                if self.holdings.add(*key, slot, own.keys.len() as u32) {
+                    own.keys.push(*key);
+                    own.depths.push(depth);
+                    new += 1;
+                }
+                depth = depth.saturating_add(1);
             }
-            self.holdings.insert(*key, slot, own.keys.len() as u32);
-            own.keys.push(*key);
-            own.depths.push(first_depth.saturating_add(offset.min(usize::from(u16::MAX)) as u16));
-            new += 1;
         }
         self.len += new;
         self.stay_within_limit();
@@ -119,7 +122,12 @@ impl ExactIndex {
     /// The worker removed `keys`; how many of them it was known to hold.
     pub fn remove(&mut self, worker: WorkerId, keys: &[BlockKey]) -> usize {
         let Some(slot) = self.workers.find(worker) else { return 0 };
-        keys.iter().filter(|key| self.remove_one(slot, **key)).count()
+        let mut removed = 0;
+        for chunk in keys.chunks(TOGETHER) {
+            self.holdings.prefetch(chunk);
+            removed += chunk.iter().filter(|key| self.remove_one(slot, **key)).count();
+        }
+        removed
     }
 
     /// The worker holds nothing any more.

@@ -13,7 +13,7 @@ const SHARED: u64 = 1 << 63;
 
 /// Look-ups that are under way together when a prompt is matched: enough for the memory to work on several at once, few
 /// enough that little is wasted on a prompt that nobody has.
-const TOGETHER: usize = 16;
+pub(super) const TOGETHER: usize = 16;
 
 /// Leading blocks that each worker holds, workers without any left out.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -84,6 +84,31 @@ impl Holdings {
         set.find(slot).ok().map(|at| set.holders[at] as u32)
     }
 
+    /// To be called before a few names are asked for, one after the other.
+    pub fn prefetch(&self, keys: &[BlockKey]) {
+        self.table.prefetch(keys);
+    }
+
+    /// Adds a holder that is not one yet; false, and no change, if it is.
+    pub fn add(&mut self, key: BlockKey, slot: Slot, number: u32) -> bool {
+        match self.table.get_or_add(key, holder(slot, number)) {
+            None => true,
+            Some(word) if word & SHARED == 0 && slot_of(word) == slot => false,
+            Some(word) if word & SHARED != 0 => {
+                let set = &mut self.sets[(word as u32) as usize];
+                let known = set.find(slot).is_ok();
+                if !known {
+                    set.insert(slot, number);
+                }
+                !known
+            }
+            Some(_) => {
+                self.insert(key, slot, number);
+                true
+            }
+        }
+    }
+
     /// Adds a holder, or changes its number; returns the number it had.
     pub fn insert(&mut self, key: BlockKey, slot: Slot, number: u32) -> Option<u32> {
         let Some(word) = self.table.get(key) else {
@@ -138,7 +163,7 @@ impl Holdings {
     pub fn matches(&self, keys: &[BlockKey]) -> Vec<(Slot, u32)> {
         let mut walk = Walk::default();
         for (index, chunk) in keys.chunks(TOGETHER).enumerate() {
-            // These look-ups do not wait for each other.
+            self.table.prefetch(chunk);
             let mut words = [None; TOGETHER];
             for (word, key) in words.iter_mut().zip(chunk) {
                 *word = self.table.get(*key);

@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-use super::holdings::{Holdings, Overlaps};
+use super::holdings::{Holdings, Overlaps, TOGETHER};
 use super::slots::{Slot, Slots};
 use crate::router::policy::BlockKey;
 use crate::router::worker::WorkerId;
@@ -115,6 +115,9 @@ impl RecentIndex {
         let Some(slot) = self.workers.find_or_add(worker) else { return Used { known: keys.len(), at } };
         let mut known = keys.len();
         for (index, key) in keys.iter().enumerate().rev() {
+            if (index + 1) % TOGETHER == 0 || index + 1 == keys.len() {
+                self.holdings.prefetch(&keys[index / TOGETHER * TOGETHER..=index]);
+            }
             match self.holdings.get(*key, slot) {
                 Some(node) => {
                     self.unlink(slot, node);

@@ -1,6 +1,6 @@
 //! Small numbers for workers, so that an index entry has room for them.
 
-use std::collections::HashMap;
+use rustc_hash::FxHashMap;
 
 use crate::router::worker::WorkerId;
 
@@ -14,13 +14,13 @@ pub(super) const MAX_WORKERS: usize = 1 << 15;
 /// Worker <-> slot, with what is kept for each worker. Slots of workers that left are given to others.
 #[derive(Debug)]
 pub(super) struct Slots<T> {
-    by_worker: HashMap<WorkerId, Slot>,
+    by_worker: FxHashMap<WorkerId, Slot>,
     entries: Vec<Option<(WorkerId, T)>>,
 }
 
 impl<T> Default for Slots<T> {
     fn default() -> Self {
-        Self { by_worker: HashMap::new(), entries: Vec::new() }
+        Self { by_worker: FxHashMap::default(), entries: Vec::new() }
     }
 }
 

@@ -1,7 +1,7 @@
 //! A flat hash table from block names to one word each.
 //!
-//! Linear probing over two arrays (names apart, so that a probe reads one cache line of eight), erasing by shifting
-//! back, so that there are no tombstones. It is cut into shards that grow by a quarter each at its own time: 10 million
+//! Linear probing over pairs of name and word, so that an entry is one miss of the memory and its page, and erasing by
+//! shifting back, so that there are no tombstones. It is cut into shards that grow by a quarter each at its own time: 10 million
 //! entries then take 20 to 25 bytes each, and no insertion pays for moving more than one shard.
 
 use crate::router::policy::BlockKey;
@@ -28,10 +28,17 @@ pub struct Table {
 
 #[derive(Debug, Default)]
 struct Shard {
-    names: Vec<u64>,
-    words: Vec<u64>,
+    entries: Vec<Entry>,
     len: usize,
 }
+
+#[derive(Clone, Copy, Debug)]
+struct Entry {
+    name: u64,
+    word: u64,
+}
+
+const FREE: Entry = Entry { name: EMPTY, word: 0 };
 
 impl Default for Table {
     fn default() -> Self {
@@ -50,14 +57,43 @@ impl Table {
 
     /// Bytes allocated.
     pub fn bytes(&self) -> usize {
-        self.shards.iter().map(|shard| shard.names.capacity() * 8 + shard.words.capacity() * 8).sum()
+        self.shards.iter().map(|shard| shard.entries.capacity() * size_of::<Entry>()).sum()
     }
 
     pub fn get(&self, key: BlockKey) -> Option<u64> {
         let name = stored(key);
         let (shard, spread) = place(name);
         let shard = &self.shards[shard];
-        shard.find(name, spread).ok().map(|at| shard.words[at])
+        shard.find(name, spread).ok().map(|at| shard.entries[at].word)
+    }
+
+    /// Looks at where the entries of some names are or would be. The memory works on all of them at once, and what is asked
+    /// of them next is there already: to be called for a few at a time.
+    pub fn prefetch(&self, keys: &[BlockKey]) {
+        let mut seen = 0;
+        for key in keys {
+            let (shard, spread) = place(stored(*key));
+            let shard = &self.shards[shard];
+            if let Some(entry) = shard.entries.get(shard.start(spread)) {
+                seen ^= entry.name;
+            }
+        }
+        std::hint::black_box(seen);
+    }
+
+    /// The entry's word; one that is not there is added with `word`, and `None` returned.
+    pub fn get_or_add(&mut self, key: BlockKey, word: u64) -> Option<u64> {
+        let name = stored(key);
+        let (index, spread) = place(name);
+        let shard = &mut self.shards[index];
+        match shard.find(name, spread) {
+            Ok(at) => Some(shard.entries[at].word),
+            Err(at) => {
+                shard.add(at, name, spread, word);
+                self.len += 1;
+                None
+            }
+        }
     }
 
     /// Adds an entry, or overwrites its word.
@@ -66,18 +102,9 @@ impl Table {
         let (index, spread) = place(name);
         let shard = &mut self.shards[index];
         match shard.find(name, spread) {
-            Ok(at) => shard.words[at] = word,
+            Ok(at) => shard.entries[at].word = word,
             Err(at) => {
-                let at = match shard.is_full() {
-                    false => at,
-                    true => {
-                        let capacity = shard.names.len();
-                        shard.resize((capacity + capacity / 4).max(SMALLEST));
-                        shard.find(name, spread).expect_err("it was not there before. This is a bug.")
-                    }
-                };
-                (shard.names[at], shard.words[at]) = (name, word);
-                shard.len += 1;
+                shard.add(at, name, spread, word);
                 self.len += 1;
             }
         }
@@ -88,11 +115,11 @@ impl Table {
         let (index, spread) = place(name);
         let shard = &mut self.shards[index];
         let at = shard.find(name, spread).ok()?;
-        let word = shard.words[at];
+        let word = shard.entries[at].word;
         shard.erase(at);
         self.len -= 1;
         // Half of what a shard that just grew would be: it does not grow and shrink in turns.
-        if shard.len * 3 < shard.names.len() && shard.names.len() > SMALLEST {
+        if shard.len * 3 < shard.entries.len() && shard.entries.len() > SMALLEST {
             shard.resize((shard.len * 3 / 2).max(SMALLEST));
         }
         Some(word)
@@ -112,21 +139,35 @@ fn place(name: u64) -> (usize, u64) {
 
 impl Shard {
     fn is_full(&self) -> bool {
-        (self.len + 1) * FULL.1 > self.names.len() * FULL.0
+        (self.len + 1) * FULL.1 > self.entries.len() * FULL.0
+    }
+
+    /// Puts a name that is not there where [`Self::find`] said.
+    fn add(&mut self, at: usize, name: u64, spread: u64, word: u64) {
+        let at = match self.is_full() {
+            false => at,
+            true => {
+                let capacity = self.entries.len();
+                self.resize((capacity + capacity / 4).max(SMALLEST));
+                self.find(name, spread).expect_err("it was not there before. This is a bug.")
+            }
+        };
+        self.entries[at] = Entry { name, word };
+        self.len += 1;
     }
 
     fn start(&self, spread: u64) -> usize {
-        ((u128::from(spread) * self.names.len() as u128) >> 64) as usize
+        ((u128::from(spread) * self.entries.len() as u128) >> 64) as usize
     }
 
     /// Where the name is, or the free place where it would go (meaningless in a shard without places).
     fn find(&self, name: u64, spread: u64) -> Result<usize, usize> {
-        if self.names.is_empty() {
+        if self.entries.is_empty() {
             return Err(0);
         }
         let mut at = self.start(spread);
         loop {
-            match self.names[at] {
+            match self.entries[at].name {
                 found if found == name => return Ok(at),
                 EMPTY => return Err(at),
                 _ => at = self.after(at),
@@ -135,36 +176,34 @@ impl Shard {
     }
 
     fn after(&self, at: usize) -> usize {
-        if at + 1 == self.names.len() { 0 } else { at + 1 }
+        if at + 1 == self.entries.len() { 0 } else { at + 1 }
     }
 
     /// Frees a place and moves what was pushed beyond it back, so that every search still ends at a free place.
     fn erase(&mut self, mut hole: usize) {
-        let size = self.names.len();
+        let size = self.entries.len();
         let mut at = hole;
         loop {
             at = self.after(at);
-            if self.names[at] == EMPTY {
+            if self.entries[at].name == EMPTY {
                 break;
             }
-            let start = self.start(place(self.names[at]).1);
+            let start = self.start(place(self.entries[at].name).1);
             // It may move only if the hole is on the way from its start to where it is.
             if (at + size - start) % size >= (at + size - hole) % size {
-                self.names[hole] = self.names[at];
-                self.words[hole] = self.words[at];
+                self.entries[hole] = self.entries[at];
                 hole = at;
             }
         }
-        self.names[hole] = EMPTY;
+        self.entries[hole] = FREE;
         self.len -= 1;
     }
 
     fn resize(&mut self, capacity: usize) {
-        let names = std::mem::replace(&mut self.names, vec![EMPTY; capacity]);
-        let words = std::mem::replace(&mut self.words, vec![0; capacity]);
-        for (name, word) in names.into_iter().zip(words).filter(|(name, _)| *name != EMPTY) {
-            let Err(at) = self.find(name, place(name).1) else { continue };
-            (self.names[at], self.words[at]) = (name, word);
+        let entries = std::mem::replace(&mut self.entries, vec![FREE; capacity]);
+        for entry in entries.into_iter().filter(|entry| entry.name != EMPTY) {
+            let Err(at) = self.find(entry.name, place(entry.name).1) else { continue };
+            self.entries[at] = entry;
         }
     }
 }
@@ -188,6 +227,11 @@ mod tests {
                 if key.0 == INSTEAD { continue }
                 match operation {
                     0 => prop_assert_eq!(table.remove(key), model.remove(&key)),
+                    1 => {
+                        table.prefetch(&[key]);
+                        prop_assert_eq!(table.get_or_add(key, word), model.get(&key).copied());
+                        model.entry(key).or_insert(word);
+                    }
                     _ => { table.set(key, word); model.insert(key, word); }
                 }
                 prop_assert_eq!(table.len(), model.len());

@@ -1,15 +1,21 @@
 //! `kv`: where the prompt costs least, given what is cached where and what each worker has to do.
 //!
-//! The costs are those of Dynamo's router (its documentation, "KV cache routing"), in blocks:
+//! The costs are those of Dynamo's router (its documentation, "KV cache routing") and one more, in blocks:
 //!
 //! ```text
-//! serve, both:    scale * max(0, prompt blocks waiting and this prompt's - credit) + decode blocks + weight * requests
+//! serve, both:    prefill cost + decode blocks
 //! serve, decode:  max(0, decode blocks - credit) + weight * requests, plus the cheapest prefill worker's cost
-//! prefill:        scale * max(0, prompt blocks waiting and this prompt's - credit) + weight * requests
+//! prefill:        prefill cost
+//! prefill cost  = scale * max(0, prompt blocks waiting and this prompt's - credit) + eviction * evicted blocks + weight * requests
 //! credit        = overlap credit * overlap blocks / (1 + decay * excess prompt blocks / this prompt's blocks)
+//! evicted       = max(0, this prompt's blocks that are not cached there - blocks that are free there)
 //! ```
 //!
 //! The excess is over the least loaded candidate. Decode blocks are those after admission; shared ones count once.
+//!
+//! Evicted blocks are what Dynamo's cost lacks: a prompt that leaves the worker that has it, because others run there for
+//! a moment, pushes another prompt out of the cache where it goes, which then has to go elsewhere in turn. Where caches
+//! are nearly as large as what is in use, that goes on for ever. They cost nothing where there is room.
 
 use crate::router::policies::select::{Candidates, lowest};
 use crate::router::policy::{Choice, Draw, Leg, NoWorker, Reason, RequestBlocks, RoutePolicy, Score};
@@ -25,6 +31,8 @@ pub struct KvWeights {
     pub overlap_score_credit_decay: f64,
     /// `--router-prefill-load-scale`
     pub prefill_load_scale: f64,
+    /// `--router-eviction-weight`: of a block that has to make room; 0 is Dynamo's cost.
+    pub eviction_weight: f64,
     /// `--router-decode-active-request-weight`
     pub decode_active_request_weight: f64,
     /// `--router-temperature`; 0 takes the lowest cost.
@@ -37,6 +45,7 @@ impl Default for KvWeights {
             overlap_score_credit: 1.0,
             overlap_score_credit_decay: 0.0,
             prefill_load_scale: 1.0,
+            eviction_weight: 0.0,
             decode_active_request_weight: 0.0,
             temperature: 0.0,
         }
@@ -117,7 +126,9 @@ impl KvPolicy {
             let prefill_blocks = (request.prefill_blocks(worker.load.prefill_tokens) - credit).max(0.0);
             let decode_blocks = request.decode_blocks(worker);
             let requests = weights.decode_active_request_weight * worker.load.active_requests as f64;
-            let computing = weights.prefill_load_scale * prefill_blocks;
+            let evicted_blocks = evicted_blocks(request, worker, overlap);
+            let computing =
+                weights.prefill_load_scale * prefill_blocks + weights.eviction_weight * evicted_blocks;
             let cost = match (leg, worker.role, cheapest_prefill) {
                 (Leg::Prefill, ..) => computing + requests,
                 (Leg::Serve, WorkerRole::Decode, Some(prefill)) => {
@@ -130,6 +141,7 @@ impl KvPolicy {
                 leg,
                 overlap_blocks: overlap,
                 prefill_blocks,
+                evicted_blocks,
                 decode_blocks,
                 active_requests: worker.load.active_requests,
                 cost: finite(cost),
@@ -137,6 +149,15 @@ impl KvPolicy {
         };
         workers.iter().map(score).collect()
     }
+}
+
+/// Cached blocks that the prompt would push out. Prompts that are being computed take the room first.
+fn evicted_blocks(request: &RequestBlocks<'_>, worker: &WorkerView, overlap: u32) -> f64 {
+    let Some(capacity) = worker.capacity_blocks else { return 0.0 };
+    let coming = worker.load.prefill_tokens.div_ceil(request.block_size.max(1) as u64);
+    let free = capacity.saturating_sub(worker.cached_blocks).saturating_sub(coming);
+    let new = (request.num_blocks() as u64).saturating_sub(u64::from(overlap));
+    new.saturating_sub(free) as f64
 }
 
 /// Weights are checked, but their product with a load can still overflow.

@@ -135,6 +135,7 @@ fn score(request: &RequestBlocks<'_>, leg: Leg, worker: &WorkerView, cost: f64) 
         leg,
         overlap_blocks: worker.overlap_blocks,
         prefill_blocks: request.prefill_blocks(worker.load.prefill_tokens),
+        evicted_blocks: 0.0,
         decode_blocks: request.decode_blocks(worker),
         active_requests: worker.load.active_requests,
         cost,

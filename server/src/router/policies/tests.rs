@@ -91,6 +91,7 @@ fn costs_are_those_of_the_formula() {
         overlap_score_credit: 0.5,
         overlap_score_credit_decay: 1.0,
         prefill_load_scale: 2.0,
+        eviction_weight: 0.0,
         decode_active_request_weight: 0.25,
         temperature: 0.0,
     };
@@ -224,11 +225,48 @@ fn scores_are_finite_for_empty_prompts_workers_and_blocks() {
     }
     let heavy = KvWeights {
         prefill_load_scale: f64::MAX,
+        eviction_weight: f64::MAX,
         decode_active_request_weight: f64::MAX,
         ..KvWeights::default()
     };
     let choice = KvPolicy { weights: heavy }.choose(&prompt(1000), &view, draw(1)).unwrap();
     assert!(choice.scores.iter().all(|score| score.cost.is_finite()));
+}
+
+/// Requests for a prefix that its worker holds left it while others ran there, and pushed other prefixes out where they went.
+#[test]
+fn a_prompt_stays_where_it_is_cached_while_all_caches_are_full() {
+    let mut view = cluster(vec![worker(1, WorkerRole::Both), worker(2, WorkerRole::Both)]);
+    view.workers[0].overlap_blocks = 125;
+    let running = |requests: u64| Load {
+        prefill_tokens: 304 * requests,
+        decode_blocks: 144 * requests,
+        active_requests: requests,
+    };
+    let choose = |view: &ClusterView, eviction_weight: f64| {
+        let weights = KvWeights { prefill_load_scale: 3.0, eviction_weight, ..KvWeights::default() };
+        KvPolicy { weights }.choose(&prompt(2300), view, draw(1)).unwrap()
+    };
+    view.workers[0].load = running(3);
+    // There is room for it elsewhere.
+    let choice = choose(&view, 6.0);
+    assert_eq!((choice.serve, choice.scores[1].evicted_blocks), (WorkerId(2), 0.0));
+    view.workers.iter_mut().for_each(|worker| worker.cached_blocks = 1000);
+    assert_eq!(choose(&view, 0.0).serve, WorkerId(2));
+    let choice = choose(&view, 6.0);
+    assert_eq!((choice.serve, choice.scores[0].evicted_blocks), (WorkerId(1), 19.0));
+    assert_eq!(choice.scores[1].evicted_blocks, 144.0);
+    // But not whatever it costs.
+    view.workers[0].load = running(12);
+    assert_eq!(choose(&view, 6.0).serve, WorkerId(2));
+    // Some room is there, and what is being computed will take it.
+    view.workers[1].cached_blocks = 900;
+    assert_eq!(choose(&view, 6.0).scores[1].evicted_blocks, 44.0);
+    view.workers[1].load.prefill_tokens = 64 * 16;
+    assert_eq!(choose(&view, 6.0).scores[1].evicted_blocks, 108.0);
+    // A worker that does not say how much it can hold is not punished for it.
+    view.workers[1].capacity_blocks = None;
+    assert_eq!(choose(&view, 6.0).scores[1].evicted_blocks, 0.0);
 }
 
 /// Temperature works on the scaled costs: the same ratio of workers whatever the costs' size, and cold means the lowest.

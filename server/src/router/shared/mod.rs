@@ -204,10 +204,12 @@ impl Router {
         }
     }
 
-    /// What was measured of a worker, for who computes prompts.
+    /// What was measured of a worker, for who computes prompts. Where nothing was, its own word is taken.
     pub fn set_speeds(&self, worker: WorkerId, speeds: Speeds) {
         if let Some(entry) = self.lock().workers.get_mut(&worker) {
-            entry.speeds = speeds;
+            let own = entry.record.prefill_tokens_per_sec.map(f64::from);
+            let prefill_tokens_per_sec = speeds.prefill_tokens_per_sec.or(own);
+            entry.speeds = Speeds { prefill_tokens_per_sec, ..speeds };
         }
     }
 
@@ -301,7 +303,10 @@ impl Router {
             if let Some(entry) = state.workers.get_mut(&worker) {
                 entry.requests += 1;
             }
-            if self.uses_overlap() {
+            // What a worker says of itself is better, and need not be guessed beside; but for what it has not said yet.
+            let guessed = self.config.predicted_ttl.is_some()
+                || cluster.get(worker).is_some_and(|view| view.index != IndexSource::Events);
+            if self.uses_overlap() && guessed {
                 let touched = state.recent.touch(worker, &prompt.keys, now);
                 used.push((worker, touched));
             }

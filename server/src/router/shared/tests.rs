@@ -194,3 +194,29 @@ fn more_blocks_than_the_pool_has_is_noticed() {
     assert!(!router.apply(WorkerId(1), &change(1)).overfull);
     assert!(router.apply(WorkerId(1), &change(2)).overfull);
 }
+
+/// Who computes a prompt was decided with an assumed speed, though the worker had said its own.
+#[test]
+fn a_workers_own_word_of_its_speed_is_taken_until_it_is_measured() {
+    let router = Router::new(config());
+    let mut prefill = WorkerRecord { prefill_tokens_per_sec: Some(500.0), ..silent(1) };
+    prefill.role = crate::router::WorkerRole::Prefill;
+    let mut decode = silent(2);
+    decode.role = crate::router::WorkerRole::Decode;
+    router.join(prefill).unwrap();
+    router.join(decode).unwrap();
+    let speeds = |router: &Router| {
+        let estimate = router.explain(&prompt(1, 320)).disagg.expect("there is a pair");
+        (estimate.prefill_tokens_per_sec_there, estimate.measured)
+    };
+    router.set_speeds(WorkerId(1), Speeds::default());
+    assert_eq!(speeds(&router), (500.0, false));
+    let measured = |prefill| Speeds {
+        prefill_tokens_per_sec: Some(prefill),
+        link_bytes_per_sec: Some(1e9),
+        kv_bytes_per_token: Some(1e5),
+    };
+    router.set_speeds(WorkerId(1), measured(700.0));
+    router.set_speeds(WorkerId(2), measured(900.0));
+    assert_eq!(speeds(&router), (700.0, true));
+}
