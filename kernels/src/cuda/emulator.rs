@@ -40,6 +40,9 @@ const ALIGNMENT: usize = 256;
 /// Bytes that the emulated device says it has.
 const MEMORY: usize = 1 << 30;
 
+/// Devices of an emulated machine. They share nothing.
+const DEVICES: usize = 2;
+
 #[derive(Debug)]
 pub struct Emulator {
     info: DeviceInfo,
@@ -69,8 +72,11 @@ enum Recorded {
 }
 
 impl Emulator {
-    /// Loads a library that [`Build`] made.
-    pub fn load(path: &Path, schedule: u32) -> Result<Self> {
+    /// Device `ordinal` of [`DEVICES`], from a library that [`Build`] made.
+    pub fn load(path: &Path, schedule: u32, ordinal: usize) -> Result<Self> {
+        if ordinal >= DEVICES {
+            return Err(CudaError::NoDevice { ordinal, count: DEVICES });
+        }
         let failed = |error: libloading::Error| CudaError::Emulator {
             path: path.display().to_string(),
             reason: error.to_string(),
@@ -80,7 +86,7 @@ impl Emulator {
         // SAFETY: the type is not relied on here.
         unsafe { library.get::<LaunchFunction>(b"kvferry_emu_launch") }.map_err(failed)?;
         let info = DeviceInfo {
-            ordinal: 0,
+            ordinal,
             name: "emulated GPU".into(),
             capability: (9, 0),
             multiprocessors: 1,
@@ -148,6 +154,17 @@ impl Backend for Emulator {
 
     fn is_emulated(&self) -> bool {
         true
+    }
+
+    fn bind_thread(&self) -> Result<()> {
+        Ok(())
+    }
+
+    unsafe fn check_export(&self, _address: u64) -> Result<()> {
+        Err(CudaError::Call {
+            what: "cuIpcGetMemHandle",
+            code: "an emulated device's memory is the process's own".into(),
+        })
     }
 
     fn memory(&self) -> Result<(usize, usize)> {
