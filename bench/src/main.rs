@@ -12,6 +12,7 @@ mod deployment;
 mod device;
 mod error;
 mod frontend;
+mod gpu;
 mod machine;
 mod prefix_hits;
 mod process;
