@@ -37,7 +37,8 @@ fn main() -> Result<()> {
     }
     let number = if device == "cuda" { Some("0") } else { device.strip_prefix("cuda:") };
     let ordinal = number.and_then(|number| number.parse().ok()).context(USAGE)?;
-    let gpu = emulator.map_or_else(|| Gpu::open(ordinal), |library| Gpu::emulated(&library, 0))?;
+    let gpu =
+        emulator.map_or_else(|| Gpu::open(ordinal), |library| Gpu::emulated_device(&library, 0, ordinal))?;
     rounded(&Bench::load_on(&gpu, dir, longest)?, &golden, 2e-2)
 }
 
