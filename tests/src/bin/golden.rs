@@ -13,7 +13,8 @@ use kernels::cuda::Gpu;
 use models::qwen::ComputeDtype;
 use tests::golden::{Bench, Golden, max_difference, relative_error};
 
-const USAGE: &str = "usage: golden MODEL_DIR GOLDEN.json [--device cpu|cuda|cuda:N] [--cuda-emulator FILE] [--longest TOKENS]
+const USAGE: &str =
+    "usage: golden MODEL_DIR GOLDEN.json [--device cpu|cuda|cuda:N] [--cuda-emulator FILE] [--longest TOKENS]
 --longest leaves out longer prompts: an emulated GPU takes a second for a few tokens";
 
 fn main() -> Result<()> {
