@@ -12,6 +12,7 @@ mod deployment;
 mod device;
 mod error;
 mod frontend;
+mod gpu;
 mod machine;
 mod output;
 mod prefix_hits;

@@ -13,9 +13,10 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kernels::KvPool;
+use kernels::cuda::{Gpu, Pinned};
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::oneshot;
-use transfer::{DeviceMemory, DriverHandle, PeerId, Region};
+use transfer::{DeviceMemory, DriverHandle, HostMemory, Memory, PeerId, Region};
 
 use crate::api::{Output, RequestError};
 use crate::core::{Core, CoreConfig, Input, Plan, Submit};
@@ -58,22 +59,49 @@ pub fn region(pool: &Arc<KvPool>) -> Region {
     // SAFETY: the pool's memory lives as long as the Arc that goes with it. Blocks that a transport reads are pinned
     // until its writes settle, blocks that it writes are ticketed or quarantined: the engine touches neither meanwhile.
     let region = unsafe { Region::new(pool.base(), pool.len(), pool.clone()) };
-    match pool.device() {
-        None => region,
-        Some(device) => region.on_device(device, Arc::new(OnDevice(pool.clone()))),
-    }
+    let Some(gpu) = pool.gpu() else { return region };
+    // An emulated device's memory is the processor's own: libraries reach it, too.
+    let memory = pool.device().map_or(Memory::Host, Memory::Cuda);
+    region.on_device(memory, Arc::new(OnDevice { pool: pool.clone(), gpu: gpu.clone() }))
 }
 
 /// Copies for transports that cannot reach a device's memory themselves.
-struct OnDevice(Arc<KvPool>);
+struct OnDevice {
+    pool: Arc<KvPool>,
+    gpu: Gpu,
+}
 
 impl DeviceMemory for OnDevice {
     fn read(&self, offset: usize, to: &mut [u8]) -> Result<(), String> {
-        self.0.read_device(offset, to).map_err(|error| error.to_string())
+        self.pool.read_device(offset, to).map_err(|error| error.to_string())
     }
 
     fn write(&self, offset: usize, from: &[u8]) -> Result<(), String> {
-        self.0.write_device(offset, from).map_err(|error| error.to_string())
+        self.pool.write_device(offset, from).map_err(|error| error.to_string())
+    }
+
+    fn bind_thread(&self) -> Result<(), String> {
+        self.gpu.bind_thread().map_err(|error| error.to_string())
+    }
+
+    fn check_export(&self) -> Result<(), String> {
+        self.pool.check_export().map_err(|error| error.to_string())
+    }
+
+    fn staging(&self, bytes: usize) -> Result<Box<dyn HostMemory>, String> {
+        match self.gpu.pinned(bytes) {
+            Ok(pinned) => Ok(Box::new(Staged(pinned))),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+}
+
+/// Pinned memory as the transfer layer sees it.
+struct Staged(Pinned);
+
+impl HostMemory for Staged {
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        self.0.bytes_mut()
     }
 }
 

@@ -6,7 +6,8 @@
 // their sums are added in a fixed order, so a row's result depends on that row alone.
 //
 // Around the product: RMSNorm of x before it (its scale is a factor of the whole row, so it is applied after), and after it
-// the residual, or silu(gate) * up.
+// the residual, or silu(gate) * up. The normalised x is f32, and goes in as two bf16 numbers, itself rounded and what that left:
+// the memory is the limit, and the result is rounded once.
 #include "common.cuh"
 
 namespace few_rows {
@@ -29,6 +30,11 @@ struct Skinny {
 };
 
 namespace few_rows {
+
+// What rounding two values to `pair` left of them, rounded.
+__device__ __forceinline__ uint32_t pack_left(uint32_t pair, float low, float high) {
+    return pack(low - low_half(pair), high - high_half(pair));
+}
 
 template <Before BEFORE, After AFTER, int TILES>
 __device__ __forceinline__ void skinny(const Skinny &p) {
@@ -65,7 +71,7 @@ __device__ __forceinline__ void skinny(const Skinny &p) {
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++) {
                 const int row = 8 * tile + group;
-                uint4 x = make_uint4(0, 0, 0, 0);
+                uint4 x = make_uint4(0, 0, 0, 0), left = make_uint4(0, 0, 0, 0);
                 if (row < p.m && at < p.k) {
                     if (BEFORE == Before::Norm) {
                         const float *from = static_cast<const float *>(p.x) + int64_t(row) * p.k + at;
@@ -77,6 +83,8 @@ __device__ __forceinline__ void skinny(const Skinny &p) {
                             v[i] *= p.norm[at + i];
                         }
                         x = {pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7])};
+                        left = {pack_left(x.x, v[0], v[1]), pack_left(x.y, v[2], v[3]), pack_left(x.z, v[4], v[5]),
+                                pack_left(x.w, v[6], v[7])};
                     } else {
                         x = load16(static_cast<const bf16 *>(p.x) + int64_t(row) * p.k + at);
                     }
@@ -88,6 +96,11 @@ __device__ __forceinline__ void skinny(const Skinny &p) {
                     const uint32_t b0[2] = {x.x, x.y}, b1[2] = {x.z, x.w};
                     mma_bf16(d[part][tile], a0, b0);
                     mma_bf16(d[part][tile], a1, b1);
+                    if (BEFORE == Before::Norm) {
+                        const uint32_t c0[2] = {left.x, left.y}, c1[2] = {left.z, left.w};
+                        mma_bf16(d[part][tile], a0, c0);
+                        mma_bf16(d[part][tile], a1, c1);
+                    }
                 }
             }
         }

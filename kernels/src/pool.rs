@@ -95,6 +95,19 @@ impl KvPool {
         self.buffer().write(offset, from)
     }
 
+    /// The device that has it; `None` in host memory.
+    pub fn gpu(&self) -> Option<&Gpu> {
+        match &self.memory {
+            Memory::Host(_) => None,
+            Memory::Device(buffer) => Some(buffer.gpu()),
+        }
+    }
+
+    /// Whether other processes can map the pool, for a pool on a device.
+    pub fn check_export(&self) -> Result<(), CudaError> {
+        self.buffer().check_export()
+    }
+
     fn buffer(&self) -> &Buffer {
         let Memory::Device(buffer) = &self.memory else {
             panic!("the pool is in host memory. This is a bug.")

@@ -186,3 +186,37 @@ async fn what_cuda_does_not_compute_in_is_refused_by_flag() {
         assert!(!status.success() && log.contains(words), "{words:?} is not in {log}");
     }
 }
+
+/// Emulated devices have a GiB each, and a block of the demo model 24 KiB.
+#[tokio::test]
+async fn workers_on_one_gpu_take_their_share_of_it_and_others_are_named() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    let emulator = emulator();
+    let launch = |name: &str, flags: &str| {
+        let flags = format!("--role both --dtype bf16 --kv-cache-dtype bf16 --max-num-seqs 4 {flags}");
+        Deployment::both().launch(name, &format!("{flags} --cuda-emulator {}", emulator.display()), &[])
+    };
+    let (first, second) = tokio::join!(
+        Worker::start(dir.path(), launch("first", "--device cuda:1 --gpu-memory-utilization 0.25")),
+        Worker::start(dir.path(), launch("second", "--device cuda:1 --gpu-memory-utilization 0.125")),
+    );
+    let mut free = Vec::new();
+    for (worker, share) in [(&first, 0.25), (&second, 0.125)] {
+        worker.health_is("ready").await;
+        assert!(worker.log().contains("device=1"), "{}", worker.log());
+        let blocks = worker.client().metrics().await.account().capacity() as f64;
+        let bytes = blocks * 24.0 * 1024.0;
+        // The rest of the share is weights (6 MB) and activations.
+        let of_share = bytes / (share * f64::from(1 << 30));
+        assert!((0.8..1.0).contains(&of_share), "{share}: {blocks} blocks are {of_share} of it");
+        free.push(blocks);
+    }
+    assert!(free[0] > free[1]);
+    for (flags, words) in [
+        ("--device cuda:2", "--device cuda:2 cannot be used: cuda:2 does not exist: 2 CUDA device(s)"),
+        ("--device cuda:0 --gpu-memory-utilization 0.001", "would have 0 blocks"),
+    ] {
+        let (status, log) = Worker::run_to_end(dir.path(), launch("refused", flags)).await;
+        assert!(!status.success() && log.contains(words), "{words:?} is not in {log}");
+    }
+}

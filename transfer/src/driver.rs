@@ -162,6 +162,10 @@ impl Driver {
 
     fn run(mut self, queue: &Receiver<Command>) {
         precise_naps();
+        if let Err(error) = self.transport.enter_thread() {
+            // Its transfers will fail, and say so to whoever asked for them.
+            tracing::error!(%error, transport = self.transport.name(), "the KV transport's thread cannot reach the pool");
+        }
         let mut fruitless = 0;
         loop {
             let hot = self.is_hot();

@@ -41,7 +41,7 @@ pub enum TransferError {
     Unavailable { name: String, why: String },
     #[error("the pool lies on CUDA device {device}, which this transport cannot reach")]
     DeviceMemory { device: u32 },
-    #[error("a copy to or from {memory:?} memory failed: {reason}")]
+    #[error("the device of the pool ({memory:?} memory) failed: {reason}")]
     DeviceCopy { memory: Memory, reason: String },
     #[error("no answer to the self-test within {0:?}")]
     NoAnswer(Duration),

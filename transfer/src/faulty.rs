@@ -98,6 +98,10 @@ impl Transport for Faulty {
         self.inner.name()
     }
 
+    fn enter_thread(&mut self) -> Result<(), TransferError> {
+        self.inner.enter_thread()
+    }
+
     fn metadata(&self) -> Vec<u8> {
         self.inner.metadata()
     }

@@ -49,7 +49,8 @@ pub use probe::{ProbeReport, Scratch};
 pub use registry::{TransportConfig, open};
 pub use summary::Summary;
 pub use transport::{
-    DeviceMemory, Direction, Event, Memory, PeerId, Region, Span, Transport, XferId, XferStats,
+    DeviceMemory, Direction, Event, HostMemory, Memory, PeerId, Region, Span, Staging, Transport, XferId,
+    XferStats,
 };
 pub use ucx::{Setting, UcxLanes};
 pub use wire::{Hello, LayoutFingerprint, Mismatch};

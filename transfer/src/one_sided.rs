@@ -211,6 +211,10 @@ impl<A: Agent> Transport for OneSided<A> {
         self.name
     }
 
+    fn enter_thread(&mut self) -> Result<(), TransferError> {
+        self.pool.bind_thread()
+    }
+
     fn metadata(&self) -> Vec<u8> {
         self.metadata.clone()
     }
@@ -320,5 +324,100 @@ impl<A: Agent> Drop for OneSided<A> {
         }
         // SAFETY: dropped once, here, and not used again.
         unsafe { ManuallyDrop::drop(&mut self.agent) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ptr::NonNull;
+    use std::sync::Arc;
+    use std::sync::mpsc::{Sender, channel};
+
+    use super::*;
+    use crate::driver::Driver;
+    use crate::transport::{DeviceMemory, HostMemory};
+    use crate::{DriverEvent, Identity};
+
+    /// Says which threads polled.
+    struct Library(Sender<String>);
+
+    impl Agent for Library {
+        type Remote = ();
+        type Request = ();
+
+        fn metadata(&self) -> Result<Vec<u8>, TransferError> {
+            Ok(Vec::new())
+        }
+
+        fn load_remote(&mut self, _: &[u8], _: u64, _: Memory) -> Result<(), TransferError> {
+            Ok(())
+        }
+
+        fn forget_remote(&mut self, (): ()) {}
+
+        fn post(
+            &mut self,
+            _: Direction,
+            (): &(),
+            _: &[Span],
+            _: &[u8],
+        ) -> Result<((), Progress), TransferError> {
+            Ok(((), Progress::Done))
+        }
+
+        fn progress(&mut self, (): &mut ()) -> Progress {
+            Progress::Done
+        }
+
+        fn release(&mut self, (): ()) {}
+
+        fn notifications(&mut self, _: &mut Vec<Vec<u8>>) -> Result<(), TransferError> {
+            drop(self.0.send(format!("poll on {}", thread_name())));
+            Ok(())
+        }
+    }
+
+    /// Says which threads it was made current on.
+    struct Device(Sender<String>);
+
+    impl DeviceMemory for Device {
+        fn read(&self, _: usize, _: &mut [u8]) -> Result<(), String> {
+            unreachable!("the library reaches the memory itself")
+        }
+
+        fn write(&self, _: usize, _: &[u8]) -> Result<(), String> {
+            unreachable!("the library reaches the memory itself")
+        }
+
+        fn bind_thread(&self) -> Result<(), String> {
+            drop(self.0.send(format!("bind on {}", thread_name())));
+            Ok(())
+        }
+
+        fn check_export(&self) -> Result<(), String> {
+            Ok(())
+        }
+
+        fn staging(&self, _: usize) -> Result<Box<dyn HostMemory>, String> {
+            unreachable!("the library stages")
+        }
+    }
+
+    fn thread_name() -> String {
+        std::thread::current().name().unwrap_or_default().to_owned()
+    }
+
+    /// UCX asks the driver for the thread's device when it copies: a thread without one moves nothing.
+    #[test]
+    fn the_drivers_thread_has_the_pools_device_before_it_calls_the_library() {
+        let (said, heard) = channel();
+        // SAFETY: nothing touches the bytes.
+        let pool = unsafe { Region::new(NonNull::dangling(), 64, Arc::new(())) };
+        let pool = pool.on_device(Memory::Cuda(0), Arc::new(Device(said.clone())));
+        let transport = OneSided::new(Library(said), "library", Vec::new(), pool).unwrap();
+        let driver = Driver::spawn(Box::new(transport), Identity::default(), Box::new(|_: DriverEvent| ()));
+        let next = || heard.recv_timeout(Duration::from_secs(10)).unwrap();
+        assert_eq!([next(), next()], ["bind on kv-transfer", "poll on kv-transfer"]);
+        driver.stop();
     }
 }

@@ -150,6 +150,14 @@ fn open_backend(
     {
         return Err(TransferError::Unavailable { name: backend.name.to_owned(), why });
     }
+    if backend.lanes == Some(UcxLanes::CudaIpc)
+        && let Some(why) = pool.unexportable()
+    {
+        // UCX would move the bytes some other way without a word.
+        return Err(TransferError::Unavailable { name: backend.name.to_owned(), why });
+    }
+    // Libraries look at the pool when it is registered, from this thread.
+    pool.bind_thread()?;
     (backend.open)(backend.lanes, config, pool)
 }
 
@@ -207,6 +215,7 @@ fn ptrace_scope() -> Option<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::transport::DeviceMemory;
     use std::ptr::NonNull;
     use std::sync::Arc;
 
@@ -250,6 +259,48 @@ mod tests {
         let config = TransportConfig { name: "socket".into(), ..Default::default() };
         let error = open(&config, pool().in_memory(Memory::Cuda(3))).err().unwrap();
         assert_eq!(error, TransferError::DeviceMemory { device: 3 });
+    }
+
+    /// Says that it was bound, and exports nothing.
+    struct Device(std::sync::atomic::AtomicUsize);
+
+    impl DeviceMemory for Device {
+        fn read(&self, _: usize, _: &mut [u8]) -> Result<(), String> {
+            unreachable!()
+        }
+
+        fn write(&self, _: usize, _: &[u8]) -> Result<(), String> {
+            unreachable!()
+        }
+
+        fn bind_thread(&self) -> Result<(), String> {
+            self.0.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            Ok(())
+        }
+
+        fn check_export(&self) -> Result<(), String> {
+            Err("cuIpcGetMemHandle failed".into())
+        }
+
+        fn staging(&self, _: usize) -> Result<Box<dyn crate::HostMemory>, String> {
+            unreachable!()
+        }
+    }
+
+    #[test]
+    fn memory_that_cannot_be_exported_is_refused_by_name() {
+        assert_eq!(pool().unexportable().unwrap(), "the KV pool lies in host memory");
+        let device = Arc::new(Device(0.into()));
+        let pool = || pool().on_device(Memory::Cuda(1), device.clone());
+        let why = "CUDA device 1 does not export the KV pool: cuIpcGetMemHandle failed";
+        assert_eq!(pool().unexportable().unwrap(), why);
+        // What refuses without a look at the machine: a backend that is usable everywhere, with these lanes.
+        let backend = Backend { lanes: Some(UcxLanes::CudaIpc), name: "cuda_ipc", ..socket::BACKEND };
+        let error = open_backend(&backend, &TransportConfig::default(), pool()).err().unwrap();
+        assert_eq!(error, TransferError::Unavailable { name: "cuda_ipc".into(), why: why.into() });
+        // Where it opens, the opening thread has the device.
+        open_backend(&socket::BACKEND, &TransportConfig::default(), pool()).unwrap();
+        assert_eq!(device.0.load(std::sync::atomic::Ordering::Relaxed), 1);
     }
 
     #[test]

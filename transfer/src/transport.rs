@@ -86,6 +86,13 @@ pub trait Transport: Send {
     /// The name that `KV_TRANSPORT` has for it: one of [`crate::registry::names`], never `auto`.
     fn name(&self) -> &'static str;
 
+    /// Called once, first, on the thread that all later calls come from.
+    ///
+    /// Errors: the pool's device cannot be reached from here.
+    fn enter_thread(&mut self) -> Result<(), TransferError> {
+        Ok(())
+    }
+
     /// What the peer needs to reach our pool: opaque bytes, carried by the control link's handshake.
     /// Valid once the pool is registered (construction takes the [`Region`]).
     fn metadata(&self) -> Vec<u8>;
@@ -170,6 +177,38 @@ pub enum Memory {
 pub trait DeviceMemory: Send + Sync {
     fn read(&self, offset: usize, to: &mut [u8]) -> Result<(), String>;
     fn write(&self, offset: usize, from: &[u8]) -> Result<(), String>;
+
+    /// Makes the device current on the calling thread: libraries that reach its memory themselves (UCX) ask the driver
+    /// for the thread's device.
+    fn bind_thread(&self) -> Result<(), String>;
+
+    /// Whether other processes can map the pool.
+    ///
+    /// Errors: why they cannot.
+    fn check_export(&self) -> Result<(), String>;
+
+    /// Host memory of `bytes` that the device copies to and from directly (pinned).
+    fn staging(&self, bytes: usize) -> Result<Box<dyn HostMemory>, String>;
+}
+
+/// Host memory of a device's making.
+pub trait HostMemory: Send {
+    fn bytes_mut(&mut self) -> &mut [u8];
+}
+
+/// Where bytes wait between a pool and a socket.
+pub enum Staging {
+    Plain(Vec<u8>),
+    Pinned(Box<dyn HostMemory>),
+}
+
+impl Staging {
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        match self {
+            Self::Plain(bytes) => bytes,
+            Self::Pinned(memory) => memory.bytes_mut(),
+        }
+    }
 }
 
 /// The KV pool as a transport sees it: a range of bytes that outlives the transport.
@@ -205,9 +244,38 @@ impl Region {
         Self { memory, ..self }
     }
 
-    /// The same range of bytes, which are a CUDA device's and are copied by `copier`.
-    pub fn on_device(self, device: u32, copier: Arc<dyn DeviceMemory>) -> Self {
-        Self { memory: Memory::Cuda(device), copier: Some(copier), ..self }
+    /// The same range of bytes, which a device has and `copier` copies. They lie in [`Memory::Host`] where the device is an
+    /// emulated one, whose memory the processor reaches, too.
+    pub fn on_device(self, memory: Memory, copier: Arc<dyn DeviceMemory>) -> Self {
+        Self { memory, copier: Some(copier), ..self }
+    }
+
+    /// Makes the pool's device current on the calling thread.
+    pub fn bind_thread(&self) -> Result<(), TransferError> {
+        let bound = self.copier.as_ref().map_or(Ok(()), |copier| copier.bind_thread());
+        bound.map_err(|reason| self.device_failed(reason))
+    }
+
+    /// Why other processes cannot map the pool as device memory; `None` where they can.
+    pub fn unexportable(&self) -> Option<String> {
+        match (self.memory, &self.copier) {
+            (Memory::Host, _) => Some("the KV pool lies in host memory".into()),
+            (Memory::Cuda(_), None) => None,
+            (Memory::Cuda(device), Some(copier)) => copier
+                .check_export()
+                .err()
+                .map(|why| format!("CUDA device {device} does not export the KV pool: {why}")),
+        }
+    }
+
+    /// Memory of `bytes` for copies to and from the pool; pinned where a device copies.
+    pub fn staging(&self, bytes: usize) -> Result<Staging, TransferError> {
+        match &self.copier {
+            None => Ok(Staging::Plain(vec![0; bytes])),
+            Some(copier) => {
+                copier.staging(bytes).map(Staging::Pinned).map_err(|reason| self.device_failed(reason))
+            }
+        }
     }
 
     /// Whether [`Region::read`] and [`Region::write`] work.
@@ -236,7 +304,7 @@ impl Region {
     pub fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), TransferError> {
         if let Some(copier) = &self.copier {
             let range = self.checked(offset, out.len() as u64)?;
-            return copier.read(range.start, out).map_err(|reason| self.copy_failed(reason));
+            return copier.read(range.start, out).map_err(|reason| self.device_failed(reason));
         }
         let range = self.on_host(offset, out.len() as u64)?;
         // SAFETY: `on_host` proved the range inside the region, in host memory, which `_owner` keeps alive.
@@ -250,7 +318,7 @@ impl Region {
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), TransferError> {
         if let Some(copier) = &self.copier {
             let range = self.checked(offset, bytes.len() as u64)?;
-            return copier.write(range.start, bytes).map_err(|reason| self.copy_failed(reason));
+            return copier.write(range.start, bytes).map_err(|reason| self.device_failed(reason));
         }
         let range = self.on_host(offset, bytes.len() as u64)?;
         // SAFETY: `on_host` proved the range inside the region, in host memory, which `_owner` keeps alive.
@@ -260,7 +328,7 @@ impl Region {
         Ok(())
     }
 
-    fn copy_failed(&self, reason: String) -> TransferError {
+    fn device_failed(&self, reason: String) -> TransferError {
         TransferError::DeviceCopy { memory: self.memory, reason }
     }
 

@@ -6,15 +6,14 @@ mod steps;
 
 use std::fmt;
 use std::path::PathBuf;
-use std::str::FromStr;
 
-use kernels::cuda::Gpu;
 use serde::Serialize;
 
 use self::floor::ModelCost;
 use self::roof::Roof;
 use self::steps::Steps;
 use crate::error::Result;
+use crate::gpu::Device;
 use crate::machine::Machine;
 use crate::output::write_json;
 use crate::table::Table;
@@ -31,7 +30,7 @@ pub struct Args {
     model: String,
     /// What computes: cpu, cuda or cuda:N.
     #[arg(long, value_name = "cpu|cuda[:N]", default_value = "cuda")]
-    device: Kind,
+    device: Device,
     /// Run CUDA kernels on the CPU, from the library of scripts/cuda-emulator: shows that this works, not how fast.
     #[arg(long, value_name = "FILE", hide = true)]
     cuda_emulator: Option<PathBuf>,
@@ -41,7 +40,7 @@ pub struct Args {
     /// Sequences that decode together.
     #[arg(long, value_name = "N,...", value_delimiter = ',', default_value = "1,8,32", value_parser = positive)]
     batch: Vec<usize>,
-    /// Tokens of each of these sequences.
+    /// Tokens of each of these sequences, in the middle of what is measured.
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = positive)]
     context: usize,
     /// Decode steps in each repeat.
@@ -53,28 +52,6 @@ pub struct Args {
     /// Write everything to this file.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-}
-
-/// The device that is measured.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-enum Kind {
-    Cpu,
-    Cuda(usize),
-}
-
-impl FromStr for Kind {
-    type Err = &'static str;
-
-    fn from_str(text: &str) -> std::result::Result<Self, Self::Err> {
-        match text {
-            "cpu" => Ok(Self::Cpu),
-            "cuda" => Ok(Self::Cuda(0)),
-            _ => {
-                let number = text.strip_prefix("cuda:").and_then(|number| number.parse().ok());
-                number.map(Self::Cuda).ok_or("expected cpu, cuda or cuda:N")
-            }
-        }
-    }
 }
 
 /// All that was measured.
@@ -115,13 +92,9 @@ fn positive(text: &str) -> std::result::Result<usize, String> {
 
 /// Measures and prints.
 pub fn run(args: Args) -> Result<()> {
-    let gpu = match (args.device, &args.cuda_emulator) {
-        (Kind::Cpu, _) => None,
-        (Kind::Cuda(_), Some(library)) => Some(Gpu::emulated(library, 0)?),
-        (Kind::Cuda(ordinal), None) => Some(Gpu::open(ordinal)?),
-    };
+    let gpu = args.device.open(args.cuda_emulator.as_deref())?;
     let longest = args.prompt_tokens.iter().copied().max().unwrap_or(1);
-    let deepest = args.context + (args.steps + steps::WARMUP) * (args.repeats + 1);
+    let deepest = args.context + args.steps + steps::WARMUP;
     let largest = args.batch.iter().copied().max().unwrap_or(1);
     let size = steps::Size { rows: longest, sequences: largest, context: deepest.max(longest) };
     let mut steps = Steps::load(&args.model, gpu.as_ref(), size)?;

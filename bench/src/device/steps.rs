@@ -75,12 +75,12 @@ impl Steps {
         Ok(Self { config, model, pool: Arc::new(pool), blocks })
     }
 
-    /// Milliseconds of a decode step of `batch` sequences with `context` tokens and more, median over repeats.
+    /// Milliseconds of a decode step of `batch` sequences with `context` tokens each on average, median over repeats.
     pub fn decode(&mut self, batch: usize, context: usize, steps: usize, repeats: usize) -> Result<f64> {
         let mut times = Vec::new();
-        // What the KV holds does not matter to the time; positions grow as in a real answer.
-        for repeat in 0..=repeats {
-            let first = context + repeat * (steps + WARMUP);
+        // What the KV holds does not matter to the time; positions grow as in a real answer, the same in each repeat.
+        for _ in 0..=repeats {
+            let first = context - (WARMUP + steps / 2).min(context - 1);
             (0..WARMUP).try_for_each(|i| self.step(batch, first + i, 1))?;
             let started = Instant::now();
             (0..steps).try_for_each(|i| self.step(batch, first + WARMUP + i, 1))?;

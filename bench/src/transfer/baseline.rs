@@ -1,12 +1,10 @@
-//! What the same bytes cost without any transport: a copy in memory, and a plain TCP stream over loopback.
+//! What the same bytes cost over a plain TCP stream on loopback, from host memory to host memory.
 
 use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
-
-use super::pool::Pool;
 
 /// How a plain stream is written and read. The best of them counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -24,18 +22,6 @@ pub const VARIANTS: [Variant; 4] = [
     Variant { chunk: 8 << 20, buffer: None },
 ];
 
-/// Seconds of each of `repeats` copies of the pool's first bytes into `target`, after one that does not count.
-pub fn memcpy(pool: &Pool, target: &mut Pool, bytes: u64, repeats: u32) -> Vec<f64> {
-    let (from, to) = (pool.bytes(bytes), target.bytes_mut(bytes));
-    let once = |_| {
-        let start = Instant::now();
-        to.copy_from_slice(from);
-        std::hint::black_box(&mut *to);
-        start.elapsed().as_secs_f64()
-    };
-    (0..=repeats).map(once).skip(1).collect()
-}
-
 /// A listener on a free loopback port.
 pub fn listen() -> io::Result<(TcpListener, u16)> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
@@ -43,8 +29,8 @@ pub fn listen() -> io::Result<(TcpListener, u16)> {
     Ok((listener, port))
 }
 
-/// Takes `repeats` + 1 times `bytes` bytes into the pool and says so each time.
-pub fn receive(listener: &TcpListener, pool: &mut Pool, bytes: u64, repeats: u32) -> io::Result<()> {
+/// Takes `bytes` bytes `repeats` + 1 times and says so each time.
+pub fn receive(listener: &TcpListener, bytes: u64, repeats: u32) -> io::Result<()> {
     let (mut stream, _) = listener.accept()?;
     stream.set_nodelay(true)?;
     let mut header = [0; 16];
@@ -52,8 +38,9 @@ pub fn receive(listener: &TcpListener, pool: &mut Pool, bytes: u64, repeats: u32
     let ([chunk, buffer], []) = header.as_chunks::<8>() else { unreachable!("16 bytes") };
     let (chunk, buffer) = (u64::from_le_bytes(*chunk) as usize, u64::from_le_bytes(*buffer) as usize);
     set_buffer(&stream, (buffer > 0).then_some(buffer))?;
+    let mut to = vec![0; bytes as usize];
     for _ in 0..=repeats {
-        for part in pool.bytes_mut(bytes).chunks_mut(chunk) {
+        for part in to.chunks_mut(chunk) {
             stream.read_exact(part)?;
         }
         stream.write_all(&[1])?;
@@ -62,15 +49,16 @@ pub fn receive(listener: &TcpListener, pool: &mut Pool, bytes: u64, repeats: u32
 }
 
 /// Seconds of each repeat: from the first byte to the receiver's word that it has the last.
-pub fn send(pool: &Pool, port: u16, bytes: u64, repeats: u32, variant: Variant) -> io::Result<Vec<f64>> {
+pub fn send(port: u16, bytes: u64, repeats: u32, variant: Variant) -> io::Result<Vec<f64>> {
     let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port))?;
     stream.set_nodelay(true)?;
     set_buffer(&stream, variant.buffer)?;
     let header = [variant.chunk as u64, variant.buffer.unwrap_or(0) as u64].map(u64::to_le_bytes);
     stream.write_all(header.as_flattened())?;
+    let from = vec![1; bytes as usize];
     let mut once = || {
         let start = Instant::now();
-        for part in pool.bytes(bytes).chunks(variant.chunk) {
+        for part in from.chunks(variant.chunk) {
             stream.write_all(part)?;
         }
         stream.read_exact(&mut [0])?;

@@ -1,6 +1,7 @@
 //! Which bytes a transfer of a shape covers. Pure.
 
 use clap::ValueEnum;
+use kernels::{KvDtype, KvLayout};
 use serde::{Deserialize, Serialize};
 use transfer::Span;
 
@@ -61,6 +62,17 @@ impl Geometry {
         self.layer_bytes() * u64::from(self.layers)
     }
 
+    /// The same as a KV pool has it.
+    pub fn layout(&self) -> KvLayout {
+        KvLayout {
+            num_layers: self.layers as usize,
+            num_kv_heads: self.kv_heads as usize,
+            head_dim: self.head_dim as usize,
+            block_size: self.block_size as usize,
+            dtype: KvDtype::Bf16,
+        }
+    }
+
     /// The spans of a transfer of this shape between the first `blocks` blocks of both pools.
     pub fn spans(&self, shape: Shape, blocks: u32) -> Vec<Span> {
         let block_bytes = self.block_bytes();
@@ -105,6 +117,7 @@ mod tests {
     #[test]
     fn sizes_are_those_of_qwen3() {
         assert_eq!((QWEN3.layer_bytes(), QWEN3.block_bytes()), (65_536, 1_835_008));
+        assert_eq!(QWEN3.layout().block_bytes(), 1_835_008);
         assert_eq!(QWEN3.blocks(1040), 65);
         let counts = [Shape::Span, Shape::Block, Shape::Layer, Shape::Vllm].map(|s| QWEN3.spans(s, 65).len());
         assert_eq!(counts, [1, 65, 1820, 3640]);

@@ -37,6 +37,11 @@ impl Child {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .kill_on_drop(true);
+        let device = if seed == 1 { args.device } else { args.peer_device.unwrap_or(args.device) };
+        command.args(["--device", &device.to_string()]);
+        if let Some(library) = &args.cuda_emulator {
+            command.arg("--cuda-emulator").arg(library);
+        }
         if let Some(dir) = &args.nixl_dir {
             command.arg("--nixl-dir").arg(dir);
         }

@@ -15,6 +15,7 @@ use super::case::{Geometry, Shape};
 use super::pool::Pool;
 use super::protocol::{Answer, Command};
 use crate::error::{BenchError, Result};
+use crate::gpu::Device;
 
 /// Not for users: a process that `bench transfer` starts.
 #[derive(Clone, Debug, clap::Args)]
@@ -34,6 +35,12 @@ pub struct Args {
     /// Folder with NIXL.
     #[arg(long)]
     pub nixl_dir: Option<PathBuf>,
+    /// Where the pool lies.
+    #[arg(long, default_value = "cpu")]
+    pub device: Device,
+    /// What stands in for a GPU.
+    #[arg(long)]
+    pub cuda_emulator: Option<PathBuf>,
 }
 
 struct Endpoint {
@@ -69,7 +76,8 @@ impl Endpoint {
     fn new(args: &Args) -> Result<Self> {
         let geometry: Geometry = serde_json::from_str(&args.geometry)
             .map_err(|error| BenchError::Usage(format!("--geometry: {error}")))?;
-        let pool = Pool::new(&geometry, args.blocks, args.seed)?;
+        let gpu = args.device.open(args.cuda_emulator.as_deref())?;
+        let pool = Pool::new(&geometry, args.blocks, args.seed, gpu.as_ref())?;
         let incarnation = rand::random();
         let config = TransportConfig {
             name: args.transport.clone(),
@@ -103,12 +111,11 @@ impl Endpoint {
                 Ok(Answer::Verified { wrong: self.verify(shape, blocks, source, swapped) })
             }
             Command::Memcpy { bytes, repeats } => {
-                let blocks = bytes.div_ceil(self.geometry.block_bytes()) as u32;
-                let mut target = Pool::new(&self.geometry, blocks, 0).map_err(|error| error.to_string())?;
-                Ok(Answer::Copied { seconds: baseline::memcpy(&self.pool, &mut target, bytes, repeats) })
+                let seconds = self.pool.copies(bytes, repeats);
+                Ok(Answer::Copied { seconds: seconds.map_err(|error| error.to_string())? })
             }
             Command::TcpSend { port, bytes, repeats, variant } => {
-                let seconds = baseline::send(&self.pool, port, bytes, repeats, variant);
+                let seconds = baseline::send(port, bytes, repeats, variant);
                 Ok(Answer::Copied { seconds: seconds.map_err(|error| error.to_string())? })
             }
             Command::Probe { peer } => {
@@ -168,12 +175,82 @@ impl Endpoint {
     }
 
     /// Says where it listens, then receives in this thread: the next command comes after the sender is done.
-    fn receive(&mut self, bytes: u64, repeats: u32) -> std::result::Result<Answer, String> {
+    fn receive(&self, bytes: u64, repeats: u32) -> std::result::Result<Answer, String> {
         let (listener, port) = baseline::listen().map_err(|error| error.to_string())?;
-        let (pool, seed) = (&mut self.pool, self.seed);
         say(&Answer::Listening { port });
-        baseline::receive(&listener, pool, bytes, repeats).map_err(|error| error.to_string())?;
-        pool.fill(seed, 0, bytes);
+        baseline::receive(&listener, bytes, repeats).map_err(|error| error.to_string())?;
         Ok(Answer::Added)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use kernels::cuda::emulator::Build;
+
+    use super::*;
+
+    /// The emulated GPU, where the other tests keep theirs.
+    fn emulator() -> PathBuf {
+        let test = std::env::current_exe().expect("this program has a path");
+        let target = test.ancestors().nth(3).expect("tests are in target/PROFILE/deps");
+        let sources = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../kernels/cu"));
+        let cache = &target.join("tmp");
+        let build = Build { sources, cache, address_sanitizer: false, mutation: None, files: &[] };
+        build.library().expect("g++ compiles the kernels")
+    }
+
+    fn endpoint(seed: u64, device: Device) -> Endpoint {
+        let geometry = Geometry { layers: 2, kv_heads: 2, head_dim: 32, block_size: 16 };
+        let args = Args {
+            transport: "socket".into(),
+            seed,
+            blocks: 9,
+            geometry: serde_json::to_string(&geometry).unwrap(),
+            nixl_dir: None,
+            device,
+            cuda_emulator: Some(emulator()),
+        };
+        Endpoint::new(&args).unwrap()
+    }
+
+    fn metadata(endpoint: &mut Endpoint) -> Vec<u8> {
+        let Ok(Answer::Metadata { metadata }) = endpoint.obey(Command::Metadata) else { panic!() };
+        metadata
+    }
+
+    #[test]
+    fn pools_on_gpus_are_written_read_and_compared() {
+        let (mut caller, mut peer) = (endpoint(1, Device::Cuda(0)), endpoint(2, Device::Cuda(1)));
+        caller.obey(Command::Add { peer: 1, metadata: metadata(&mut peer) }).unwrap();
+        for shape in [Shape::Span, Shape::Block, Shape::Layer] {
+            for direction in [Direction::Write, Direction::Read] {
+                let moved = caller.obey(Command::Move { direction, shape, blocks: 8, repeats: 2 });
+                let Ok(Answer::Moved { seconds, descriptors, .. }) = moved else { panic!("{moved:?}") };
+                let expected = caller.geometry.spans(shape, 8).len() as u32;
+                assert_eq!((seconds.len(), descriptors), (2, expected));
+                let (reader, source, swapped) = match direction {
+                    Direction::Write => (&mut peer, 1, false),
+                    Direction::Read => (&mut caller, 2, true),
+                };
+                let mut wrong = |source| {
+                    let verified = reader.obey(Command::Verify { shape, blocks: 8, source, swapped });
+                    let Ok(Answer::Verified { wrong }) = verified else { panic!("{verified:?}") };
+                    wrong
+                };
+                assert_eq!(wrong(source), 0, "{shape:?} {direction:?}");
+                // The first look restored what was there: a second one finds none of it.
+                assert_eq!(wrong(source), u64::from(expected), "{shape:?} {direction:?}");
+            }
+        }
+        let copied = caller.obey(Command::Memcpy { bytes: 8 * caller.geometry.block_bytes(), repeats: 3 });
+        assert!(matches!(copied, Ok(Answer::Copied { seconds }) if seconds.len() == 3));
+    }
+
+    #[test]
+    fn a_device_that_is_not_there_is_named() {
+        let error = Device::Cuda(7).open(Some(&emulator())).unwrap_err().to_string();
+        assert!(error.contains("cuda:7 does not exist"), "{error}");
     }
 }

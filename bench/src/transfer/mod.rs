@@ -17,6 +17,7 @@ use std::path::PathBuf;
 use transfer::Direction;
 
 use crate::error::{BenchError, Result};
+use crate::gpu::Device;
 use crate::machine::{Machine, load};
 use crate::output::{write, write_json};
 use case::{Geometry, Shape};
@@ -69,6 +70,15 @@ pub struct Args {
     /// Folder with libnixl_capi.so and its plugins.
     #[arg(long, env = "KVFERRY_NIXL_DIR", value_name = "DIR")]
     pub nixl_dir: Option<PathBuf>,
+    /// Where the pools lie: in host memory, or in a GPU's (a build with `--features cuda`).
+    #[arg(long, value_name = "cpu|cuda[:N]", default_value = "cpu")]
+    pub device: Device,
+    /// Where the other process's pool lies, if not there.
+    #[arg(long, value_name = "cpu|cuda[:N]")]
+    pub peer_device: Option<Device>,
+    /// Let CUDA devices be emulated ones, from the library of scripts/cuda-emulator: shows that this works, not how fast.
+    #[arg(long, value_name = "FILE", hide = true)]
+    pub cuda_emulator: Option<PathBuf>,
     /// Only the self-test that workers run when they are linked.
     #[arg(long)]
     pub probe: bool,
@@ -91,13 +101,15 @@ pub struct Args {
 }
 
 const AFTER_HELP: &str = "\
-`of memcpy` is the share of a copy of the same size within one process, by one thread; `of TCP` the share of the best of \
-several plain TCP streams over loopback into the other process's pool. Both are measured in the same run, in the same \
-processes.
+`of memcpy` is the share of a copy of the same size within one process, by one thread, or with --device cuda within \
+the GPU, by a kernel; `of TCP` the share of the best of \
+several plain TCP streams over loopback between host memory of both processes. Both are measured in the same run, in the \
+same processes.
 
 Examples:
   bench transfer --transport shm,tcp --tokens 1040
-  bench transfer --transport cuda_ipc --probe
+  bench transfer --transport cuda_ipc,tcp --device cuda:0 --tokens 1040
+  bench transfer --transport cuda_ipc --device cuda:0 --peer-device cuda:1 --probe
   bench transfer --transport shm --tokens 1024 --trace handoff.json
   bench transfer --json transfer.json --svg transfer.svg";
 

@@ -1,9 +1,11 @@
-//! A pool as workers have it (one anonymous mapping, huge pages asked for), with known content.
+//! A pool as workers have it, in host memory or on a GPU, with known content.
 
-use std::io;
-use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
+use std::time::Instant;
 
+use kernels::cuda::Gpu;
+use kernels::cuda::blocks::{Side, copy_blocks};
+use kernels::{KvLayout, KvPool};
 use transfer::{Region, Scratch};
 
 use super::case::Geometry;
@@ -12,40 +14,8 @@ use crate::error::{BenchError, Result};
 /// The pool of one process.
 pub struct Pool {
     region: Region,
+    kv: Arc<KvPool>,
     pub scratch: Scratch,
-}
-
-/// An anonymous mapping.
-struct Mapping {
-    base: NonNull<u8>,
-    len: usize,
-}
-
-// SAFETY: plain memory; who may touch it when is said where it is touched.
-unsafe impl Send for Mapping {}
-// SAFETY: as above.
-unsafe impl Sync for Mapping {}
-
-impl Mapping {
-    fn new(len: usize) -> io::Result<Self> {
-        let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-        // SAFETY: an anonymous private mapping at an address of the kernel's choice aliases nothing.
-        let base = unsafe { libc::mmap(null_mut(), len, prot, flags, -1, 0) };
-        if base == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: the range was mapped just now. The advice is a hint, its failure changes nothing.
-        unsafe { libc::madvise(base, len, libc::MADV_HUGEPAGE) };
-        let base = NonNull::new(base.cast()).expect("mmap gave a null address. This is a bug.");
-        Ok(Self { base, len })
-    }
-}
-
-impl Drop for Mapping {
-    fn drop(&mut self) {
-        // SAFETY: mapped in `new` with this length, and nobody holds it any more.
-        unsafe { libc::munmap(self.base.as_ptr().cast(), self.len) };
-    }
 }
 
 fn word(seed: u64, index: u64) -> u64 {
@@ -53,16 +23,18 @@ fn word(seed: u64, index: u64) -> u64 {
 }
 
 impl Pool {
-    /// A pool of `blocks` blocks filled with what `seed` decides.
-    pub fn new(geometry: &Geometry, blocks: u32, seed: u64) -> Result<Self> {
+    /// A pool of `blocks` blocks filled with what `seed` decides, on `gpu` or in host memory.
+    pub fn new(geometry: &Geometry, blocks: u32, seed: u64, gpu: Option<&Gpu>) -> Result<Self> {
         let scratch = Scratch::after(u64::from(blocks), geometry.block_bytes());
-        let len = u64::from(blocks + scratch.blocks) * geometry.block_bytes();
-        let mapping = Arc::new(
-            Mapping::new(len as usize).map_err(BenchError::io(format!("a pool of {blocks} blocks")))?,
-        );
-        // SAFETY: the region keeps the mapping alive; a process touches its pool itself only between transfers.
-        let region = unsafe { Region::new(mapping.base, mapping.len, mapping.clone()) };
-        let pool = Self { region, scratch };
+        let (layout, spare): (KvLayout, _) = (geometry.layout(), scratch.blocks as usize);
+        let kv = match gpu {
+            None => KvPool::with_spare(layout, blocks as usize, spare)
+                .map_err(BenchError::io(format!("a pool of {blocks} blocks")))?,
+            Some(gpu) => KvPool::new_on(gpu, layout, blocks as usize, spare)?,
+        };
+        let kv = Arc::new(kv);
+        // As a worker gives it to its transport. This process touches its pool itself only between transfers.
+        let pool = Self { region: engine::service::region(&kv), kv, scratch };
         pool.fill(seed, 0, pool.len());
         Ok(pool)
     }
@@ -83,29 +55,58 @@ impl Pool {
             buffer.clear();
             let end = words.end.min(start + CHUNK as u64 / 8);
             buffer.extend((start..end).flat_map(|index| word(seed, index).to_le_bytes()));
-            self.region.write(start * 8, &buffer).expect("within the pool. This is a bug.");
+            self.region.write(start * 8, &buffer).expect("within the pool, on a device that works");
         }
     }
 
     /// Whether the word at `offset` is what the seed puts at `origin`.
     pub fn holds(&self, offset: u64, seed: u64, origin: u64) -> bool {
         let mut bytes = [0; 8];
-        self.region.read(offset, &mut bytes).expect("within the pool. This is a bug.");
+        self.region.read(offset, &mut bytes).expect("within the pool, on a device that works");
         u64::from_le_bytes(bytes) == word(seed, origin / 8)
     }
 
-    /// The first `len` bytes.
-    pub fn bytes(&self, len: u64) -> &[u8] {
-        assert!(len <= self.len(), "{len} bytes of {}. This is a bug.", self.len());
-        // SAFETY: inside the pool, and nothing is transferred while a baseline is measured.
-        unsafe { std::slice::from_raw_parts(self.region.base(), len as usize) }
+    /// Seconds of each of `repeats` copies of the first `bytes` into memory of the same kind, after one that does not count:
+    /// in host memory by one thread, on a device by a kernel that copies block by block.
+    pub fn copies(&self, bytes: u64, repeats: u32) -> Result<Vec<f64>> {
+        let mut once = self.copier(bytes)?;
+        (0..=repeats)
+            .map(|_| {
+                let start = Instant::now();
+                once()?;
+                Ok(start.elapsed().as_secs_f64())
+            })
+            .skip(1)
+            .collect()
     }
 
-    /// The first `len` bytes, to write to.
-    pub fn bytes_mut(&mut self, len: u64) -> &mut [u8] {
-        assert!(len <= self.len(), "{len} bytes of {}. This is a bug.", self.len());
-        // SAFETY: as above; the pool is borrowed alone.
-        unsafe { std::slice::from_raw_parts_mut(self.region.base(), len as usize) }
+    fn copier(&self, bytes: u64) -> Result<Box<dyn FnMut() -> Result<()> + '_>> {
+        let (Some(gpu), Some(pool)) = (self.kv.gpu(), self.kv.on_device()) else {
+            let mut to = vec![0; bytes as usize];
+            return Ok(Box::new(move || {
+                to.copy_from_slice(self.bytes(bytes));
+                std::hint::black_box(&mut to);
+                Ok(())
+            }));
+        };
+        let block = self.kv.layout().block_bytes();
+        let to = gpu.alloc(bytes as usize)?;
+        Ok(Box::new(move || {
+            let side = |blocks| Side { blocks, ids: None };
+            copy_blocks(gpu, side(to.view()), side(pool.view), bytes as usize / block, block)?;
+            Ok(gpu.synchronize()?)
+        }))
+    }
+
+    /// The first `len` bytes of a pool in host memory.
+    fn bytes(&self, len: u64) -> &[u8] {
+        assert!(
+            len <= self.len() && self.kv.gpu().is_none(),
+            "{len} bytes of {}. This is a bug.",
+            self.len()
+        );
+        // SAFETY: inside the pool, and nothing is transferred while a baseline is measured.
+        unsafe { std::slice::from_raw_parts(self.region.base(), len as usize) }
     }
 }
 

@@ -88,6 +88,16 @@ pub trait Backend: Send + Sync + Debug {
         false
     }
 
+    /// Makes the device current on the calling thread, for libraries that ask the driver for the thread's device. Ours
+    /// do not: every call here does it by itself.
+    fn bind_thread(&self) -> Result<()>;
+
+    /// Whether another process could map this allocation (legacy IPC).
+    ///
+    /// # Safety
+    /// `address` is from [`Self::alloc`].
+    unsafe fn check_export(&self, address: u64) -> Result<()>;
+
     /// Free and all bytes of device memory.
     fn memory(&self) -> Result<(usize, usize)>;
 

@@ -172,6 +172,17 @@ impl Backend for Driver {
         &self.info
     }
 
+    fn bind_thread(&self) -> Result<()> {
+        self.bind()
+    }
+
+    unsafe fn check_export(&self, address: u64) -> Result<()> {
+        self.bind()?;
+        let mut handle = sys::CUipcMemHandle_st { reserved: [0; 64] };
+        // SAFETY: the address is a whole allocation's, by the caller's promise; the handle is an out parameter.
+        call("cuIpcGetMemHandle", unsafe { sys::cuIpcGetMemHandle(&mut handle, address) }.result())
+    }
+
     fn memory(&self) -> Result<(usize, usize)> {
         self.bind()?;
         call("cuMemGetInfo", result::mem_get_info())

@@ -1,13 +1,14 @@
 //! The CUDA kernels on the CPU: the same sources, compiled by g++ with `kernels/cu/emu` in place of CUDA's headers.
 //!
 //! Slow and exact about what a GPU leaves undefined: for tests of kernels and of everything that launches them, on machines
-//! without a GPU. Streams are synchronous; a captured graph records launches and does nothing else until it is replayed, so
-//! that a host value which should have been read on the device shows.
+//! without a GPU. A stream does nothing until somebody waits for it, as late as a GPU may be: a host that looks before it has
+//! waited, writes to memory that an upload still reads, or relies on the other stream sees old bytes. A captured graph records
+//! launches and does nothing else until it is replayed, so that a host value which should have been read on the device shows.
 
 mod build;
 
 use std::alloc::Layout;
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::ffi::{CString, c_char, c_int, c_uint, c_void};
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -40,6 +41,9 @@ const ALIGNMENT: usize = 256;
 /// Bytes that the emulated device says it has.
 const MEMORY: usize = 1 << 30;
 
+/// Devices of an emulated machine. They share nothing.
+const DEVICES: usize = 2;
+
 #[derive(Debug)]
 pub struct Emulator {
     info: DeviceInfo,
@@ -52,6 +56,8 @@ struct Shared {
     library: Library,
     schedule: u32,
     state: Mutex<State>,
+    /// Held while a stream's work is done, so that two who wait for one stream do it in order.
+    working: [Mutex<()>; 2],
 }
 
 #[derive(Debug, Default)]
@@ -60,17 +66,26 @@ struct State {
     allocated: HashMap<u64, usize>,
     /// The capture under way.
     capture: Option<Vec<Recorded>>,
+    /// What each stream has yet to do.
+    queues: [VecDeque<Recorded>; 2],
+    /// How much was ever queued, and done, in the compute stream.
+    queued: u64,
+    done: u64,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 enum Recorded {
     Launch { kernel: String, dims: Dims, arguments: Vec<Vec<u64>>, sizes: Vec<usize> },
     Zero { to: u64, bytes: usize },
+    Copy { to: u64, from: u64, bytes: usize },
 }
 
 impl Emulator {
-    /// Loads a library that [`Build`] made.
-    pub fn load(path: &Path, schedule: u32) -> Result<Self> {
+    /// Device `ordinal` of [`DEVICES`], from a library that [`Build`] made.
+    pub fn load(path: &Path, schedule: u32, ordinal: usize) -> Result<Self> {
+        if ordinal >= DEVICES {
+            return Err(CudaError::NoDevice { ordinal, count: DEVICES });
+        }
         let failed = |error: libloading::Error| CudaError::Emulator {
             path: path.display().to_string(),
             reason: error.to_string(),
@@ -80,7 +95,7 @@ impl Emulator {
         // SAFETY: the type is not relied on here.
         unsafe { library.get::<LaunchFunction>(b"kvferry_emu_launch") }.map_err(failed)?;
         let info = DeviceInfo {
-            ordinal: 0,
+            ordinal,
             name: "emulated GPU".into(),
             capability: (9, 0),
             multiprocessors: 1,
@@ -88,13 +103,77 @@ impl Emulator {
             shared_memory: 99 << 10,
             driver: "emulator".into(),
         };
-        Ok(Self { info, shared: Arc::new(Shared { library, schedule, state: Mutex::default() }) })
+        Ok(Self {
+            info,
+            shared: Arc::new(Shared {
+                library,
+                schedule,
+                state: Mutex::default(),
+                working: Default::default(),
+            }),
+        })
     }
 }
 
 impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds to a stream, or to the capture under way.
+    fn queue(&self, stream: Stream, work: Recorded) {
+        let mut state = self.state();
+        let state = &mut *state;
+        match (&mut state.capture, stream) {
+            (Some(capture), Stream::Compute) => return capture.push(work),
+            (_, Stream::Compute) => state.queued += 1,
+            (_, Stream::Copy) => {}
+        }
+        state.queues[stream as usize].push_back(work);
+    }
+
+    /// Does what is in the stream, or of the compute stream's work what was queued first, up to `until` of it.
+    fn work(&self, stream: Stream, until: u64) -> Result<()> {
+        let _working = self.working[stream as usize].lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            let mut state = self.state();
+            if stream == Stream::Compute && state.done >= until {
+                return Ok(());
+            }
+            let Some(work) = state.queues[stream as usize].pop_front() else { return Ok(()) };
+            state.done += u64::from(stream == Stream::Compute);
+            drop(state);
+            // SAFETY: who queued it promised that addresses are valid until the stream was waited for.
+            if let Err(error) = unsafe { self.perform(&work) } {
+                // As on a GPU: nothing that follows is done.
+                let mut state = self.state();
+                state.done = state.queued;
+                state.queues[stream as usize].clear();
+                return Err(error);
+            }
+        }
+    }
+
+    /// # Safety
+    /// Its addresses are valid.
+    unsafe fn perform(&self, work: &Recorded) -> Result<()> {
+        match work {
+            Recorded::Launch { kernel, dims, arguments, sizes } => {
+                let pointers: Vec<*const u8> = arguments.iter().map(|words| words.as_ptr().cast()).collect();
+                // SAFETY: passed on from the caller.
+                unsafe { self.start(kernel, *dims, &pointers, sizes) }
+            }
+            Recorded::Zero { to, bytes } => {
+                // SAFETY: passed on from the caller; device memory is ordinary memory here.
+                unsafe { std::ptr::write_bytes(*to as *mut u8, 0, *bytes) };
+                Ok(())
+            }
+            Recorded::Copy { to, from, bytes } => {
+                // SAFETY: as above.
+                unsafe { std::ptr::copy_nonoverlapping(*from as *const u8, *to as *mut u8, *bytes) };
+                Ok(())
+            }
+        }
     }
 
     /// # Safety
@@ -150,6 +229,17 @@ impl Backend for Emulator {
         true
     }
 
+    fn bind_thread(&self) -> Result<()> {
+        Ok(())
+    }
+
+    unsafe fn check_export(&self, _address: u64) -> Result<()> {
+        Err(CudaError::Call {
+            what: "cuIpcGetMemHandle",
+            code: "an emulated device's memory is the process's own".into(),
+        })
+    }
+
     fn memory(&self) -> Result<(usize, usize)> {
         let used: usize = self.shared.state().allocated.values().sum();
         Ok((MEMORY.saturating_sub(used), MEMORY))
@@ -194,59 +284,49 @@ impl Backend for Emulator {
         unsafe { std::alloc::dealloc(pointer, layout) };
     }
 
-    unsafe fn upload(&self, _stream: Stream, to: u64, from: *const u8, bytes: usize) -> Result<()> {
+    unsafe fn upload(&self, stream: Stream, to: u64, from: *const u8, bytes: usize) -> Result<()> {
         not_while_capturing(&self.shared.state(), "cuMemcpyHtoDAsync")?;
-        // SAFETY: passed on from the caller; device memory is ordinary memory here.
-        unsafe { std::ptr::copy_nonoverlapping(from, to as *mut u8, bytes) };
+        self.shared.queue(stream, Recorded::Copy { to, from: from as u64, bytes });
         Ok(())
     }
 
-    unsafe fn download(&self, _stream: Stream, to: *mut u8, from: u64, bytes: usize) -> Result<()> {
+    unsafe fn download(&self, stream: Stream, to: *mut u8, from: u64, bytes: usize) -> Result<()> {
         not_while_capturing(&self.shared.state(), "cuMemcpyDtoHAsync")?;
-        // SAFETY: as above.
-        unsafe { std::ptr::copy_nonoverlapping(from as *const u8, to, bytes) };
+        self.shared.queue(stream, Recorded::Copy { to: to as u64, from, bytes });
         Ok(())
     }
 
-    unsafe fn zero(&self, _stream: Stream, to: u64, bytes: usize) -> Result<()> {
-        if let Some(recorded) = &mut self.shared.state().capture {
-            recorded.push(Recorded::Zero { to, bytes });
-            return Ok(());
-        }
-        // SAFETY: passed on from the caller.
-        unsafe { std::ptr::write_bytes(to as *mut u8, 0, bytes) };
+    unsafe fn zero(&self, stream: Stream, to: u64, bytes: usize) -> Result<()> {
+        self.shared.queue(stream, Recorded::Zero { to, bytes });
         Ok(())
     }
 
     unsafe fn launch(&self, launch: &Launch<'_>) -> Result<()> {
-        let sizes: Vec<usize> = launch.arguments.iter().map(|argument| argument.len()).collect();
-        if let Some(recorded) = &mut self.shared.state().capture {
-            let words = |argument: &&[u8]| {
-                let mut words = vec![0u64; argument.len().div_ceil(8)];
-                bytemuck::cast_slice_mut::<u64, u8>(&mut words)[..argument.len()].copy_from_slice(argument);
-                words
-            };
-            let (kernel, dims) = (launch.kernel.to_owned(), launch.dims);
-            let arguments = launch.arguments.iter().map(words).collect();
-            recorded.push(Recorded::Launch { kernel, dims, arguments, sizes });
-            return Ok(());
-        }
-        let arguments: Vec<*const u8> = launch.arguments.iter().map(|argument| argument.as_ptr()).collect();
-        // SAFETY: passed on from the caller.
-        unsafe { self.shared.start(launch.kernel, launch.dims, &arguments, &sizes) }
+        let words = |argument: &&[u8]| {
+            let mut words = vec![0u64; argument.len().div_ceil(8)];
+            bytemuck::cast_slice_mut::<u64, u8>(&mut words)[..argument.len()].copy_from_slice(argument);
+            words
+        };
+        let sizes = launch.arguments.iter().map(|argument| argument.len()).collect();
+        let (kernel, dims) = (launch.kernel.to_owned(), launch.dims);
+        let arguments = launch.arguments.iter().map(words).collect();
+        self.shared.queue(Stream::Compute, Recorded::Launch { kernel, dims, arguments, sizes });
+        Ok(())
     }
 
     unsafe fn product(&self, _product: &Product) -> Result<bool> {
         Ok(false)
     }
 
-    fn synchronize(&self, _stream: Stream) -> Result<()> {
-        not_while_capturing(&self.shared.state(), "cuStreamSynchronize")
+    fn synchronize(&self, stream: Stream) -> Result<()> {
+        not_while_capturing(&self.shared.state(), "cuStreamSynchronize")?;
+        self.shared.work(stream, u64::MAX)
     }
 
     fn mark(&self) -> Result<Box<dyn Mark>> {
-        not_while_capturing(&self.shared.state(), "cuEventRecord")?;
-        Ok(Box::new(Done))
+        let state = self.shared.state();
+        not_while_capturing(&state, "cuEventRecord")?;
+        Ok(Box::new(Until { queued: state.queued, shared: self.shared.clone() }))
     }
 
     fn begin_capture(&self) -> Result<()> {
@@ -264,13 +344,16 @@ impl Backend for Emulator {
     }
 }
 
-/// Launches are over when they return.
+/// What was in the compute stream.
 #[derive(Debug)]
-struct Done;
+struct Until {
+    queued: u64,
+    shared: Arc<Shared>,
+}
 
-impl Mark for Done {
+impl Mark for Until {
     fn wait(&self) -> Result<()> {
-        Ok(())
+        self.shared.work(Stream::Compute, self.queued)
     }
 }
 
@@ -282,18 +365,7 @@ struct Recording {
 
 impl CapturedGraph for Recording {
     fn replay(&self) -> Result<()> {
-        for recorded in &self.recorded {
-            match recorded {
-                Recorded::Launch { kernel, dims, arguments, sizes } => {
-                    let pointers: Vec<*const u8> =
-                        arguments.iter().map(|words| words.as_ptr().cast()).collect();
-                    // SAFETY: who replays promises that the buffers are still there.
-                    unsafe { self.shared.start(kernel, *dims, &pointers, sizes)? };
-                }
-                // SAFETY: as above.
-                Recorded::Zero { to, bytes } => unsafe { std::ptr::write_bytes(*to as *mut u8, 0, *bytes) },
-            }
-        }
+        self.recorded.iter().for_each(|work| self.shared.queue(Stream::Compute, work.clone()));
         Ok(())
     }
 }

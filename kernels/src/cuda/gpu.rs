@@ -3,6 +3,7 @@
 use std::marker::PhantomData;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use bytemuck::{AnyBitPattern, NoUninit};
 
@@ -16,6 +17,8 @@ type Result<T> = std::result::Result<T, CudaError>;
 #[derive(Clone, Debug)]
 pub struct Gpu {
     backend: Arc<dyn Backend>,
+    /// Bytes of all buffers.
+    allocated: Arc<AtomicUsize>,
 }
 
 /// Device memory, freed with the last of its users.
@@ -55,7 +58,7 @@ impl Gpu {
     /// Errors: [`CudaError::NotBuilt`], [`CudaError::NoDriver`], [`CudaError::NoDevice`], or what the driver says.
     #[cfg(feature = "cuda")]
     pub fn open(ordinal: usize) -> Result<Self> {
-        Ok(Self { backend: Arc::new(super::driver::Driver::open(ordinal)?) })
+        Ok(Self::new(super::driver::Driver::open(ordinal)?))
     }
 
     /// The device `cuda:ordinal` of the NVIDIA driver: not in this build.
@@ -66,7 +69,18 @@ impl Gpu {
 
     /// The kernels of an emulator library on the CPU, for tests; threads run in the order of `schedule`.
     pub fn emulated(library: &Path, schedule: u32) -> Result<Self> {
-        Ok(Self { backend: Arc::new(Emulator::load(library, schedule)?) })
+        Self::emulated_device(library, schedule, 0)
+    }
+
+    /// The same on a machine with several GPUs.
+    ///
+    /// Errors: [`CudaError::NoDevice`], or what is wrong with the library.
+    pub fn emulated_device(library: &Path, schedule: u32, ordinal: usize) -> Result<Self> {
+        Ok(Self::new(Emulator::load(library, schedule, ordinal)?))
+    }
+
+    fn new(backend: impl Backend + 'static) -> Self {
+        Self { backend: Arc::new(backend), allocated: Arc::default() }
     }
 
     pub fn info(&self) -> &DeviceInfo {
@@ -83,9 +97,22 @@ impl Gpu {
         self.backend.memory()
     }
 
+    /// Bytes of device memory that this value and its clones have allocated and not freed. What the driver takes for itself
+    /// comes on top.
+    pub fn allocated(&self) -> usize {
+        self.allocated.load(Ordering::Relaxed)
+    }
+
+    /// Makes the device current on the calling thread, for libraries that use its memory by themselves.
+    pub fn bind_thread(&self) -> Result<()> {
+        self.backend.bind_thread()
+    }
+
     /// Uninitialised memory of `bytes`, which other processes can map.
     pub fn alloc(&self, bytes: usize) -> Result<Buffer> {
-        Ok(Buffer { gpu: self.clone(), address: self.backend.alloc(bytes.max(1))?, bytes })
+        let address = self.backend.alloc(bytes.max(1))?;
+        self.allocated.fetch_add(bytes, Ordering::Relaxed);
+        Ok(Buffer { gpu: self.clone(), address, bytes })
     }
 
     /// The same, filled with zeros.
@@ -214,6 +241,14 @@ impl Buffer {
         View { address: self.address, bytes: self.bytes, buffer: PhantomData }
     }
 
+    /// Whether other processes can map it.
+    ///
+    /// Errors: what the driver says to that.
+    pub fn check_export(&self) -> Result<()> {
+        // SAFETY: this buffer's own allocation.
+        unsafe { self.gpu.backend.check_export(self.address) }
+    }
+
     /// Copies `from` to byte `at` and waits, beside what computes.
     ///
     /// Panics if it does not fit, which is a bug of the caller.
@@ -252,6 +287,7 @@ impl Drop for Buffer {
         }
         // SAFETY: this buffer's own, and the stream is idle.
         unsafe { self.gpu.backend.free(self.address) };
+        self.gpu.allocated.fetch_sub(self.bytes, Ordering::Relaxed);
     }
 }
 

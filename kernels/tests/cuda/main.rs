@@ -6,6 +6,7 @@
 mod asan;
 mod attention;
 mod blocks;
+mod driver;
 mod faults;
 mod linear;
 mod pointwise;

@@ -87,7 +87,9 @@ impl GpuModel {
         let needed = Capacity { rows: shape.rows, samples: shape.samples, splits };
         if !self.work.capacity.holds(&needed) {
             self.graphs.clear();
-            let capacity = self.work.capacity.max(&needed);
+            // Contexts grow by a split now and then: without room for more, every such step would drop the graphs.
+            let roomy = Capacity { splits: splits.next_power_of_two(), ..needed };
+            let capacity = self.work.capacity.max(&roomy);
             self.work = Workspace::new(&self.gpu, &self.sizes, capacity)?;
         }
         if self.ids.bytes().len() < 4 * shape.samples {

@@ -81,7 +81,7 @@ fn load_model(config: &Config, dir: &Path) -> anyhow::Result<Compute> {
     let device = device::open(config)?;
     let mut model: Box<dyn Model> = match &device {
         Device::Cpu => Box::new(Qwen::load(&model_config, &weights, dtype, max_model_len)?),
-        Device::Cuda { gpu, .. } => {
+        Device::Cuda(gpu) => {
             let (max_rows, max_seqs) = (config.max_num_batched_tokens, config.max_num_seqs);
             let limits = GpuLimits { max_len: max_model_len, max_rows, max_seqs };
             Box::new(GpuModel::load(gpu, &model_config, &weights, dtype, limits, &valid)?)
@@ -185,12 +185,10 @@ fn kv_pool(config: &Config, model: &ModelConfig, device: &Device) -> anyhow::Res
     };
     let pool = match device {
         Device::Cpu => KvPool::with_spare(layout, num_blocks, spare).map_err(anyhow::Error::from),
-        Device::Cuda { .. } if dtype == KvDtype::F32 => {
+        Device::Cuda(_) if dtype == KvDtype::F32 => {
             bail!("--kv-cache-dtype f32 is not supported on cuda, expected bf16 or auto")
         }
-        Device::Cuda { gpu, .. } => {
-            KvPool::new_on(gpu, layout, num_blocks, spare).map_err(anyhow::Error::from)
-        }
+        Device::Cuda(gpu) => KvPool::new_on(gpu, layout, num_blocks, spare).map_err(anyhow::Error::from),
     };
     pool.with_context(|| format!("no memory for {num_blocks} KV blocks"))
 }

@@ -1,4 +1,4 @@
-//! The device that `--device` names.
+//! The device that `--device` names, and what of its memory a worker may fill.
 
 use anyhow::Context;
 use kernels::cuda::{CudaError, Gpu};
@@ -6,15 +6,15 @@ use kernels::cuda::{CudaError, Gpu};
 use crate::args::DeviceKind;
 use crate::config::Config;
 
-/// What computes, with what it takes to size a KV cache there.
+/// What computes.
 pub enum Device {
     Cpu,
-    Cuda {
-        gpu: Gpu,
-        /// Free bytes before anything of ours was there.
-        free_before: usize,
-    },
+    Cuda(Gpu),
 }
+
+/// What a process takes of a GPU's memory beside what it allocates: the driver's context and code (some 0.5 GiB on Hopper),
+/// cuBLASLt's kernels and scratch, graphs, and UCX's staging.
+const OVERHEAD: usize = 1 << 30;
 
 /// Opens it.
 ///
@@ -33,36 +33,36 @@ pub fn open(config: &Config) -> anyhow::Result<Device> {
             }
         },
     };
-    let (gpu, free_before) = opened;
-    let info = gpu.info();
+    let gpu = opened;
+    let (info, (free, total)) = (gpu.info(), gpu.memory()?);
     tracing::info!(
         device = info.ordinal,
         name = info.name,
         capability = format!("{}.{}", info.capability.0, info.capability.1),
         driver = info.driver,
-        free_bytes = free_before,
+        free_bytes = free,
+        total_bytes = total,
         "CUDA device open"
     );
-    Ok(Device::Cuda { gpu, free_before })
+    Ok(Device::Cuda(gpu))
 }
 
-fn open_cuda(config: &Config, ordinal: usize) -> Result<(Gpu, usize), CudaError> {
-    let gpu = match &config.cuda_emulator {
-        Some(library) => Gpu::emulated(library, 0)?,
-        None => Gpu::open(ordinal)?,
-    };
-    let (free, _) = gpu.memory()?;
-    Ok((gpu, free))
+fn open_cuda(config: &Config, ordinal: usize) -> Result<Gpu, CudaError> {
+    match &config.cuda_emulator {
+        Some(library) => Gpu::emulated_device(library, 0, ordinal),
+        None => Gpu::open(ordinal),
+    }
 }
 
 impl Device {
-    /// Bytes of the device's memory, and of this process in it.
+    /// Bytes of the device's memory, and of this process in it. On a GPU ours are counted as they are allocated: what is free
+    /// there changes with other processes, which may be starting at the same time.
     pub fn memory(&self) -> anyhow::Result<(usize, usize)> {
         match self {
             Device::Cpu => machine_memory().context("--gpu-memory-utilization needs /proc"),
-            Device::Cuda { gpu, free_before } => {
-                let (free, total) = gpu.memory()?;
-                Ok((total, free_before.saturating_sub(free)))
+            Device::Cuda(gpu) => {
+                let overhead = if gpu.is_emulated() { 0 } else { OVERHEAD };
+                Ok((gpu.memory()?.1, gpu.allocated() + overhead))
             }
         }
     }

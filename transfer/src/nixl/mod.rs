@@ -41,7 +41,7 @@ fn open(
 ) -> Result<Box<dyn Transport>, TransferError> {
     // SAFETY: documented on `registry::open`: the process opens its transport at start, before threads that call into
     // the C library's environment exist.
-    let settings = unsafe { environment::apply(lanes, config.same_host) }?;
+    let settings = unsafe { environment::apply(lanes, pool.memory(), config.same_host) }?;
     let (library, path) = Library::load(lanes.name(), config.nixl_dir.as_deref())?;
     // The incarnation and the random part make the name unique among all agents that ever meet.
     let name = format!("kvferry-{:016x}-{:x}", config.incarnation, rand::random::<u32>());

@@ -214,11 +214,12 @@ impl Shared {
         }
         stream.set_read_timeout(None)?;
         Reply::Welcome { pool: self.pool.len() as u64 }.send(&mut stream)?;
-        let mut chunk = vec![0; CHUNK];
+        let mut staging = self.pool.staging(CHUNK).map_err(io::Error::other)?;
+        let chunk = staging.bytes_mut();
         loop {
             match Frame::receive(&mut stream)? {
-                Frame::Write { offset, len } => self.write(connection, offset, len, &mut chunk)?,
-                Frame::Read { offset, len } => self.read(connection, offset, len, &mut chunk)?,
+                Frame::Write { offset, len } => self.write(connection, offset, len, chunk)?,
+                Frame::Read { offset, len } => self.read(connection, offset, len, chunk)?,
                 Frame::Commit { xfer, notification } => self.commit(connection, xfer, notification)?,
             }
         }

@@ -191,13 +191,13 @@ impl Caller {
     }
 
     fn take_steps(&self, first: Step, queue: &Receiver<Step>, stream: &TcpStream) -> io::Result<()> {
-        let mut chunk = vec![0; CHUNK];
+        let mut staging = self.pool.staging(CHUNK).map_err(io::Error::other)?;
         let mut next = Some(first);
         while let Some(step) = next {
             match step {
                 Step::Start(job) if job.direction == Direction::Read => self.ask(job, stream)?,
                 Step::Start(job) => {
-                    self.write(&job, stream, &mut chunk)?;
+                    self.write(&job, stream, staging.bytes_mut())?;
                     commit(&job, stream)?;
                 }
                 Step::Commit(job) => commit(&job, stream)?,
@@ -276,7 +276,14 @@ impl Caller {
 
     /// Reports settled transfers until the connection ends, then why.
     fn read_replies(&self, mut stream: &TcpStream) {
-        let (mut reading, mut chunk) = (None, vec![0; CHUNK]);
+        let mut staging = match self.pool.staging(CHUNK) {
+            Ok(staging) => staging,
+            Err(error) => {
+                let _ = stream.shutdown(Shutdown::Both);
+                return self.lost(error.to_string());
+            }
+        };
+        let (mut reading, chunk) = (None, staging.bytes_mut());
         let why = loop {
             match Reply::receive(&mut stream) {
                 Ok(Reply::Settled { xfer }) => {
@@ -286,7 +293,7 @@ impl Caller {
                     }
                 }
                 Ok(Reply::Data { offset, len }) => {
-                    if let Err(error) = self.receive(&mut reading, (offset, len), stream, &mut chunk) {
+                    if let Err(error) = self.receive(&mut reading, (offset, len), stream, chunk) {
                         break error.to_string();
                     }
                 }

@@ -6,6 +6,7 @@ use std::sync::Mutex;
 use super::log;
 use super::tls;
 use crate::error::TransferError;
+use crate::transport::Memory;
 
 /// Which lanes UCX may use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,13 +24,17 @@ pub enum UcxLanes {
 }
 
 impl UcxLanes {
-    /// The value of `UCX_TLS`.
-    pub fn tls(self) -> &'static str {
-        match self {
-            Self::Tcp => "tcp",
-            Self::Shm => "tcp,cma",
-            Self::CudaIpc => "cuda_ipc,cuda_copy,tcp",
-            Self::Rdma => "rc,cuda_copy,tcp",
+    /// The value of `UCX_TLS` for a pool in this memory. Without `cuda_copy` UCX would read a device's memory as if it were
+    /// the processor's.
+    pub fn tls(self, memory: Memory) -> &'static str {
+        match (self, memory) {
+            (Self::Tcp, Memory::Host) => "tcp",
+            (Self::Tcp, Memory::Cuda(_)) => "tcp,cuda_copy",
+            (Self::Shm, Memory::Host) => "tcp,cma",
+            (Self::Shm, Memory::Cuda(_)) => "tcp,cma,cuda_copy",
+            (Self::CudaIpc, _) => "cuda_ipc,cuda_copy,tcp",
+            (Self::Rdma, Memory::Host) => "rc,tcp",
+            (Self::Rdma, Memory::Cuda(_)) => "rc,cuda_copy,tcp",
         }
     }
 
@@ -63,12 +68,17 @@ pub struct Setting {
     pub by_user: bool,
 }
 
-/// The settings for `lanes`: the user's, which `lookup` tells by name, where there are any.
+/// The settings for `lanes` and a pool in `memory`: the user's, which `lookup` tells by name, where there are any.
 ///
 /// `same_host` keeps UCX on the loopback device: only right when every peer is on this host.
-pub fn settings(lanes: UcxLanes, same_host: bool, lookup: impl Fn(&str) -> Option<String>) -> Vec<Setting> {
+pub fn settings(
+    lanes: UcxLanes,
+    memory: Memory,
+    same_host: bool,
+    lookup: impl Fn(&str) -> Option<String>,
+) -> Vec<Setting> {
     let mut wanted = vec![
-        ("UCX_TLS", lanes.tls()),
+        ("UCX_TLS", lanes.tls(memory)),
         // The default segments (8 KiB out) cost a system call each: 0.8 GB/s against 5 GB/s with these on loopback.
         ("UCX_TCP_TX_SEG_SIZE", "1m"),
         ("UCX_TCP_RX_SEG_SIZE", "1m"),
@@ -101,15 +111,15 @@ static OURS: Mutex<Vec<&'static str>> = Mutex::new(Vec::new());
 /// # Safety
 /// No other thread may read or write the environment by way of the C library at the same time. `std::env`
 /// readers are excluded by its own lock. In `serve` this runs at start, before the engine's and HTTP's threads.
-pub unsafe fn apply(lanes: UcxLanes, same_host: bool) -> Result<Vec<Setting>, TransferError> {
+pub unsafe fn apply(lanes: UcxLanes, memory: Memory, same_host: bool) -> Result<Vec<Setting>, TransferError> {
     let mut ours = OURS.lock().unwrap_or_else(|e| e.into_inner());
     let lookup = |name: &str| env::var(name).ok().filter(|_| !ours.contains(&name));
-    let mut settings = settings(lanes, same_host, lookup);
+    let mut settings = settings(lanes, memory, same_host, lookup);
     if let Some(list) = settings.iter().find(|s| s.name == "UCX_TLS" && s.by_user) {
         tls::check(&list.value)
             .map_err(|why| TransferError::Unavailable { name: lanes.name().into(), why })?;
         if !tls::allows(&list.value, lanes) {
-            let (asked, wanted) = (lanes.name(), lanes.tls());
+            let (asked, wanted) = (lanes.name(), lanes.tls(memory));
             tracing::warn!(
                 asked,
                 UCX_TLS = list.value,
@@ -153,31 +163,44 @@ mod tests {
 
     #[test]
     fn tcp_uses_only_tcp_large_segments_and_on_one_host_the_loopback_device() {
-        let here = settings(UcxLanes::Tcp, true, |_| None);
+        let here = settings(UcxLanes::Tcp, Memory::Host, true, |_| None);
         assert_eq!(value(&here, "UCX_TLS"), ours("tcp"));
         assert_eq!(value(&here, "UCX_NET_DEVICES"), ours("lo"));
         assert_eq!(value(&here, "UCX_TCP_TX_SEG_SIZE"), ours("1m"));
         assert_eq!(value(&here, "UCX_TCP_RX_SEG_SIZE"), ours("1m"));
-        assert_eq!(value(&settings(UcxLanes::Tcp, false, |_| None), "UCX_NET_DEVICES"), None);
-        assert_eq!(value(&settings(UcxLanes::Rdma, true, |_| None), "UCX_NET_DEVICES"), None);
+        let net =
+            |lanes, same_host| value(&settings(lanes, Memory::Host, same_host, |_| None), "UCX_NET_DEVICES");
+        assert_eq!((net(UcxLanes::Tcp, false), net(UcxLanes::Rdma, true)), (None, None));
     }
 
     #[test]
     fn lanes_without_active_messages_have_tcp_beside_them() {
         for lanes in [UcxLanes::Shm, UcxLanes::CudaIpc, UcxLanes::Rdma] {
-            assert!(lanes.tls().split(',').any(|name| name == "tcp"), "{lanes:?}");
-            assert_eq!(tls::check(lanes.tls()), Ok(()));
-            assert!(tls::allows(lanes.tls(), lanes));
+            for memory in [Memory::Host, Memory::Cuda(1)] {
+                let tls = lanes.tls(memory);
+                assert!(tls.split(',').any(|name| name == "tcp"), "{lanes:?}");
+                assert_eq!(tls::check(tls), Ok(()));
+                assert!(tls::allows(tls, lanes));
+            }
         }
-        assert_eq!(UcxLanes::CudaIpc.tls(), "cuda_ipc,cuda_copy,tcp");
+    }
+
+    #[test]
+    fn a_devices_memory_is_staged_by_whatever_lanes_there_are() {
+        for lanes in [UcxLanes::Tcp, UcxLanes::Shm, UcxLanes::CudaIpc, UcxLanes::Rdma] {
+            let tls = lanes.tls(Memory::Cuda(0));
+            assert!(tls.split(',').any(|name| name == "cuda_copy"), "{lanes:?}: {tls}");
+        }
+        assert_eq!(UcxLanes::CudaIpc.tls(Memory::Cuda(0)), "cuda_ipc,cuda_copy,tcp");
+        assert_eq!(UcxLanes::Tcp.tls(Memory::Host), "tcp");
     }
 
     #[test]
     fn what_the_user_set_stays_and_an_empty_list_is_not_set() {
         let user = |name: &str| (name == "UCX_TLS").then(|| "tcp,cuda_copy".to_owned());
-        let settings_ = settings(UcxLanes::Tcp, true, user);
+        let settings_ = settings(UcxLanes::Tcp, Memory::Host, true, user);
         assert_eq!(value(&settings_, "UCX_TLS"), Some(("tcp,cuda_copy".into(), true)));
         let empty = |name: &str| (name == "UCX_TLS").then(String::new);
-        assert_eq!(value(&settings(UcxLanes::Shm, true, empty), "UCX_TLS"), ours("tcp,cma"));
+        assert_eq!(value(&settings(UcxLanes::Shm, Memory::Host, true, empty), "UCX_TLS"), ours("tcp,cma"));
     }
 }

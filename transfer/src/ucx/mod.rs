@@ -52,7 +52,7 @@ fn open(
     };
     // SAFETY: documented on `registry::open`: the process opens its transport at start, before threads that call into
     // the C library's environment exist.
-    let settings = unsafe { environment::apply(lanes, config.same_host) }?;
+    let settings = unsafe { environment::apply(lanes, pool.memory(), config.same_host) }?;
     let (library, path) = Library::load(name, config.nixl_dir.as_deref())?;
     let agent = UcxAgent::new(library, name, pool.clone())?;
     tracing::info!(library = path, pool_bytes = pool.len(), "UCX worker ready");

@@ -108,9 +108,15 @@ struct Endpoint {
     events: VecDeque<Answer>,
 }
 
+/// Before a backend's name: with a pool that the processor cannot reach.
+const ON_DEVICE: &str = "device:";
+
 /// Serves commands until their sender is gone. Polls all the while, as a driver does.
 pub fn serve(name: &str, seed: u64, commands: &Receiver<String>, answer: impl Fn(String)) {
-    let pool = pool::region();
+    let (name, pool) = match name.strip_prefix(ON_DEVICE) {
+        Some(name) => (name, pool::device_region()),
+        None => (name, pool::region()),
+    };
     pool::fill(&pool, seed);
     let config = TransportConfig { name: name.into(), incarnation: seed, ..Default::default() };
     let transport = open(&config, pool.clone()).unwrap_or_else(|e| panic!("{name} does not open: {e}"));

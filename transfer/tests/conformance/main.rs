@@ -350,7 +350,7 @@ macro_rules! conformance {
         #[test]
         fn $test() {
             // Names of modules have no colon.
-            let backend = stringify!($backend).replace("ucx_", "ucx:");
+            let backend = stringify!($backend).replace("ucx_", "ucx:").replace("device_", "device:");
             if crate::host::can_run(&backend) {
                 super::$test(&backend);
             }
@@ -358,4 +358,4 @@ macro_rules! conformance {
     )*};
 }
 
-conformance! { inproc socket tcp shm ucx_tcp ucx_shm }
+conformance! { inproc socket device_socket tcp shm ucx_tcp ucx_shm }

@@ -1,9 +1,10 @@
 //! Pools with known content, and what they should hold after transfers.
 
+use std::ops::Range;
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
-use transfer::{Region, Span};
+use transfer::{DeviceMemory, HostMemory, Memory, Region, Span};
 use xxhash_rust::xxh3::xxh3_64;
 
 /// Larger than what the kernel buffers for a TCP connection when 65 are under way.
@@ -21,6 +22,79 @@ pub fn region() -> Region {
     // SAFETY: the vector lives as long as the region, nothing else touches it, and the tests read what was
     // written only after its notification.
     unsafe { Region::new(base, BYTES as usize, words) }
+}
+
+/// A pool on a device that the processor cannot reach: only copies through the device do.
+pub fn device_region() -> Region {
+    let device = Arc::new(Device { bytes: Mutex::new(vec![0; BYTES as usize]), pinned: Arc::default() });
+    let nowhere = NonNull::new(4096 as *mut u8).expect("not null");
+    // SAFETY: nobody may read or write there, and whoever does is stopped by the system: the first page is not mapped.
+    let region = unsafe { Region::new(nowhere, BYTES as usize, Arc::new(())) };
+    region.on_device(Memory::Cuda(0), device)
+}
+
+struct Device {
+    bytes: Mutex<Vec<u8>>,
+    /// What was given out as pinned.
+    pinned: Arc<Mutex<Vec<Range<usize>>>>,
+}
+
+impl Device {
+    /// A transport's own threads copy from and to pinned memory only; the tests may do otherwise.
+    fn check(&self, host: &[u8]) -> Result<(), String> {
+        let by_transport = std::thread::current().name().is_some_and(|name| name.starts_with("kv-socket"));
+        let (start, end) = (host.as_ptr() as usize, host.as_ptr() as usize + host.len());
+        let is_pinned = self.pinned.lock().unwrap().iter().any(|at| at.start <= start && end <= at.end);
+        if by_transport && !is_pinned { Err("a copy of memory that is not pinned".into()) } else { Ok(()) }
+    }
+}
+
+impl DeviceMemory for Device {
+    fn read(&self, offset: usize, to: &mut [u8]) -> Result<(), String> {
+        self.check(to)?;
+        to.copy_from_slice(&self.bytes.lock().unwrap()[offset..offset + to.len()]);
+        Ok(())
+    }
+
+    fn write(&self, offset: usize, from: &[u8]) -> Result<(), String> {
+        self.check(from)?;
+        self.bytes.lock().unwrap()[offset..offset + from.len()].copy_from_slice(from);
+        Ok(())
+    }
+
+    fn bind_thread(&self) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn check_export(&self) -> Result<(), String> {
+        Err("it is only a test's".into())
+    }
+
+    fn staging(&self, bytes: usize) -> Result<Box<dyn HostMemory>, String> {
+        let bytes = vec![0; bytes];
+        let start = bytes.as_ptr() as usize;
+        let range = start..start + bytes.len();
+        self.pinned.lock().unwrap().push(range);
+        Ok(Box::new(Pinned { bytes, of: self.pinned.clone() }))
+    }
+}
+
+struct Pinned {
+    bytes: Vec<u8>,
+    of: Arc<Mutex<Vec<Range<usize>>>>,
+}
+
+impl HostMemory for Pinned {
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        let start = self.bytes.as_ptr() as usize;
+        self.of.lock().unwrap().retain(|range| range.start != start);
+    }
 }
 
 pub fn fill(region: &Region, seed: u64) {
