@@ -194,7 +194,12 @@ async fn workers_on_one_gpu_take_their_share_of_it_and_others_are_named() {
     let emulator = emulator();
     let launch = |name: &str, flags: &str| {
         let flags = format!("--role both --dtype bf16 --kv-cache-dtype bf16 --max-num-seqs 4 {flags}");
-        Deployment::both().launch(name, &format!("{flags} --cuda-emulator {}", emulator.display()), &[])
+        let flags = format!("{flags} --cuda-emulator {}", emulator.display());
+        let mut launch = Deployment::both().launch(name, &flags, &[]);
+        // A share takes the place of the number of blocks that tests have.
+        let blocks = launch.args.iter().position(|arg| arg == "--num-kv-blocks").expect("tests have it");
+        launch.args.drain(blocks..blocks + 2);
+        launch
     };
     let (first, second) = tokio::join!(
         Worker::start(dir.path(), launch("first", "--device cuda:1 --gpu-memory-utilization 0.25")),

@@ -11,10 +11,10 @@ pub(super) fn word_end(classes: &Classes, text: &str, at: usize) -> usize {
     let scan = Scan { classes, text };
     let (class, next) = scan.class(at);
     let first = text.as_bytes()[at];
-    if first == b'\'' {
-        if let Some(end) = scan.contraction(next) {
-            return end;
-        }
+    if first == b'\''
+        && let Some(end) = scan.contraction(next)
+    {
+        return end;
     }
     // [^\r\n\p{L}\p{N}]?\p{L}+
     if class & LETTER != 0 {
