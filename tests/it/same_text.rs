@@ -105,7 +105,10 @@ async fn check_split(transport: &str) {
     let reference = Reference::get().await;
     for budget in [16, 64, 4096] {
         let how = format!("{transport}, steps of {budget} tokens");
-        let deployment = Deployment::split(transport).flags(&format!("--max-num-batched-tokens {budget}"));
+        let deployment = Deployment::split(transport)
+            .flags(&format!("--max-num-batched-tokens {budget}"))
+            // The default: whichever was faster.
+            .decode_flags("--kv-direction auto");
         check(deployment, &reference, &how).await;
     }
 }

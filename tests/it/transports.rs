@@ -116,7 +116,10 @@ async fn the_self_test_of_a_link_and_each_transfer_are_exported() {
 #[tokio::test]
 async fn where_a_prompts_kv_came_from_is_exported_under_vllms_names() {
     let cluster = Deployment::split("socket").start().await;
-    cluster.client().answer(&Ask::completion(prompts::ids(100, 1)).with("n", 2)).await;
+    cluster
+        .client()
+        .answer(&Ask::completion(prompts::ids(100, 1)).with("n", 2).with("temperature", 1.0))
+        .await;
     cluster.settled().await;
     let (decode, prefill) = (cluster.client().metrics().await, cluster.prefill().client().metrics().await);
     assert_eq!(

@@ -35,9 +35,11 @@ impl Deployment {
         deployment.flags("--dtype f32 --kv-cache-dtype f32 --num-kv-blocks 256")
     }
 
-    /// A prefill and a decode worker, with KV between them over `transport`.
+    /// A prefill and a decode worker, with KV between them over `transport`. It is pushed: by itself the decode worker
+    /// takes the direction that was faster when the link came up, which is chance here, and what a lost worker leaves
+    /// behind is not the same (a prefill worker keeps what may still be read for its lease).
     pub fn split(transport: &str) -> Self {
-        Self { transport: Some(transport.to_owned()), ..Self::both() }
+        Self { transport: Some(transport.to_owned()), ..Self::both() }.decode_flags("--kv-direction push")
     }
 
     /// Flags for all workers, separated by spaces; each replaces an earlier one of its name.
