@@ -69,7 +69,7 @@ async fn kv_failure_fail_after_the_first_token_is_an_error_event_and_no_done() {
 async fn a_client_leaves_after_the_first_token_and_the_prefill_worker_lets_go() {
     let (cluster, hog, late) = without_grant(&Deployment::split("socket")).await;
     let prefill = cluster.prefill().client();
-    assert!(prefill.metrics().await.account().running > 0, "the prompt's KV waits for a grant");
+    prefill.metrics_when("the prompt's KV to wait for a grant", |m| m.account().running > 0).await;
     drop(late);
     prefill.settled().await;
     drop(hog);
