@@ -5,16 +5,16 @@ use serde_json::json;
 use tests::{Answer, Ask, Client, Cluster, Deployment, Failure, prompts};
 
 /// Pool of a decode worker that one [`hog`] fills so far that no prompt of [`late`] finds room.
-const TIGHT: &str = "--num-kv-blocks 40";
+const TIGHT: &str = "--num-kv-blocks 100";
 
-/// Takes 30 blocks at once and goes on for longer than any test waits.
+/// Takes 60 blocks at once and goes on for longer than any test waits.
 fn hog() -> Ask {
-    Ask::completion(prompts::ids(30 * 16 - 1, 1)).tokens(120).streamed()
+    Ask::completion(prompts::ids(60 * 16 - 1, 1)).tokens(600).streamed()
 }
 
-/// Needs 20 blocks.
+/// Needs 45 blocks.
 fn late() -> Ask {
-    Ask::completion(prompts::ids(20 * 16 - 1, 2)).tokens(24).streamed()
+    Ask::completion(prompts::ids(45 * 16 - 1, 2)).tokens(24).streamed()
 }
 
 /// A split deployment in which `late` has its first token and gets no blocks for its KV; and both streams.
@@ -23,7 +23,7 @@ async fn without_grant(deployment: &Deployment) -> (Cluster, tests::Stream, test
     let client = cluster.client();
     let mut hog = client.open(&hog()).await.expect("served");
     hog.more_text().await.expect("the first stream runs");
-    client.metrics_when("its KV is here", |m| m.account().running >= 30).await;
+    client.metrics_when("its KV is here", |m| m.account().running >= 60).await;
     let mut late = client.open(&late()).await.expect("its first token is there");
     late.more_text().await.expect("the first token went ahead of the KV");
     let account = client.metrics().await.account();
