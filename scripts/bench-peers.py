@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Prefill and decode of `transformers` on torch (bf16, sdpa), at the sizes of `bench engine`.
+"""Prefill and decode of `transformers` on torch (sdpa), at the sizes of `bench engine`.
 
     python3 -m venv V && V/bin/pip install torch transformers   # a CPU build of torch will do
-    V/bin/python scripts/bench-peers.py MODEL_DIR [--threads N] [--prompt-tokens 512,1500,3000] [--batch 1,8] [--context 512]
+    V/bin/python scripts/bench-peers.py MODEL_DIR [--dtype bfloat16] [--threads N] [--prompt-tokens 512,1500,3000] [--batch 1,8] [--context 512]
 
 Run it right before or after `bench engine --model MODEL_DIR` on an otherwise idle machine; only ratios mean something.
 """
@@ -47,6 +47,7 @@ def decode_step(model, batch, context, steps):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--prompt-tokens", type=numbers, default=[512, 1500, 3000])
     parser.add_argument("--batch", type=numbers, default=[1, 8])
@@ -55,7 +56,7 @@ def main():
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype), attn_implementation="sdpa").eval()
     with torch.inference_mode():
         for count in args.prompt_tokens:
             prompt = tokens(model, 1, count)

@@ -55,7 +55,8 @@ pub struct Args {
 const AFTER_HELP: &str = "\
 Prefill's floor: two operations for each weight of the layers and token, four for each pair of a token and one that it \
 sees, query head and element of a head, and one row of the head, all at the roof of the CPU's arithmetic. Decode's floor: \
-the weights and the batch's KV once at the roof of the memory.
+the weights and the batch's KV once at the roof of the memory. scripts/bench-peers.py and scripts/bench-llama-cpp.py measure \
+torch and llama.cpp at the same sizes.
 
 Examples:
   bench engine --model Qwen/Qwen3-0.6B --json engine.json

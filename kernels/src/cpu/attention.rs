@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use half::bf16;
 
 use super::matmul::Input;
-use super::{Element, Isa, blocked, exact, widen_into};
+use super::{Element, Isa, blocked, decode, exact, widen_into};
 use crate::batch::{BatchMeta, SeqSpan};
 use crate::layout::{Half, KvDtype};
 use crate::pool::KvPool;
@@ -72,12 +72,41 @@ impl Attention<'_> {
         );
         assert!(self.heads.is_multiple_of(self.kv_heads()), "{} heads in groups. This is a bug.", self.heads);
         assert!(isa.is_available(), "no {} here. This is a bug.", isa.as_str());
-        // SAFETY: passed on from the caller.
+        // bf16 queries say that rounding is wanted; f32 ones are computed with exactly.
+        let narrow = matches!(q, Input::Bf16(_)) && self.has_bf16_kernel(isa);
+        let isa = if narrow { isa } else { isa.min(Isa::Avx512) };
+        // Sequences with few rows are limited by memory, the others by arithmetic.
+        let few_lanes = |seq: &&SeqSpan| seq.q_len * self.group() <= FEW_LANES;
+        let (short, long): (Vec<&SeqSpan>, Vec<&SeqSpan>) = self.meta.seqs.iter().partition(few_lanes);
+        // SAFETY: passed on from the caller; the kernels write the rows of different sequences.
         unsafe {
-            if self.pool.layout().dtype == KvDtype::Bf16 {
-                self.run_blocked(isa, q, out);
-            } else {
-                exact::attend(self, &widened(q), &mut out, &self.meta.seqs.iter().collect::<Vec<_>>());
+            match (q, &mut out) {
+                _ if short.is_empty() => {}
+                #[cfg(target_arch = "x86_64")]
+                (Input::Bf16(q), Output::Bf16(out)) if narrow => {
+                    decode::attend(&decode::Bf16, self, q, &Rows(out.as_mut_ptr()), &short);
+                }
+                (q, Output::F32(out)) => self.few_rows(isa, &widened(q), &Rows(out.as_mut_ptr()), &short),
+                (q, Output::Bf16(out)) => self.few_rows(isa, &widened(q), &Rows(out.as_mut_ptr()), &short),
+            }
+            match self.pool.layout().dtype {
+                _ if long.is_empty() => {}
+                KvDtype::Bf16 => blocked::attend(isa, self, q, &mut out, &long),
+                KvDtype::F32 => exact::attend(self, &widened(q), &mut out, &long),
+            }
+        }
+    }
+
+    /// Computes the rows of `seqs` in f32.
+    ///
+    /// # Safety
+    /// As [`Self::run`]; `out` is as long as `q`.
+    unsafe fn few_rows<O: Element>(&self, isa: Isa, q: &[f32], out: &Rows<O>, seqs: &[&SeqSpan]) {
+        // SAFETY: passed on from the caller; the dtype is the pool's.
+        unsafe {
+            match self.pool.layout().dtype {
+                KvDtype::Bf16 => decode::attend(&decode::Wide::<bf16, O>::new(isa), self, q, out, seqs),
+                KvDtype::F32 => decode::attend(&decode::Wide::<f32, O>::new(isa), self, q, out, seqs),
             }
         }
     }
@@ -87,32 +116,6 @@ impl Attention<'_> {
         let layout = self.pool.layout();
         let fits = layout.head_dim.is_multiple_of(32) && layout.head_dim <= 256;
         isa.computes_bf16() && layout.dtype == KvDtype::Bf16 && fits
-    }
-
-    /// Sequences with few rows are limited by memory, the others by arithmetic.
-    ///
-    /// # Safety
-    /// As [`Self::run`], and the pool's KV is bf16.
-    unsafe fn run_blocked(&self, isa: Isa, q: Input<'_>, mut out: Output<'_>) {
-        let few_lanes = |seq: &&SeqSpan| seq.q_len * self.group() <= FEW_LANES;
-        let (short, long): (Vec<&SeqSpan>, Vec<&SeqSpan>) = self.meta.seqs.iter().partition(few_lanes);
-        // bf16 queries say that rounding is wanted; f32 ones are computed with exactly.
-        let narrow = matches!(q, Input::Bf16(_)) && self.has_bf16_kernel(isa);
-        let isa = if narrow { isa } else { isa.min(Isa::Avx512) };
-        // SAFETY: passed on from the caller; the kernels write the rows of different sequences.
-        unsafe {
-            match (q, &mut out) {
-                _ if short.is_empty() => {}
-                #[cfg(target_arch = "x86_64")]
-                (Input::Bf16(q), Output::Bf16(out)) if narrow => {
-                    super::decode::attend(self, q, &Rows(out.as_mut_ptr()), &short);
-                }
-                _ => exact::attend(self, &widened(q), &mut out, &short),
-            }
-            if !long.is_empty() {
-                blocked::attend(isa, self, q, &mut out, &long);
-            }
-        }
     }
 
     /// The elements of one head of the token at `position` of the sequence whose block table starts at `table_start`.

@@ -1,8 +1,8 @@
 //! Attention of many query rows over bf16 KV, by blocks.
 //!
-//! The *lanes* of a tile are the query rows x the heads of one KV head's group, up to 64. Scores of a span of keys are one
-//! product of the lanes' queries with the packed keys, outputs one of the softmax weights with the packed values, both on
-//! the instruction set's own tiles. Softmax is online over spans (FlashAttention, Dao et al. 2022), in rows: each lane has
+//! The *lanes* of a tile are some query rows x the heads of one KV head's group. Scores of a span of keys are one product
+//! of the lanes' queries with the packed keys, outputs one of the softmax weights with the packed values, both on the
+//! instruction set's own tiles. Softmax is online over spans (FlashAttention, Dao et al. 2022), in rows: each lane has
 //! a scale of its own, so a row's result does not depend on the rest of its tile.
 
 use std::cell::RefCell;
@@ -14,13 +14,16 @@ use super::context::{Context, Shape, row_words};
 use super::matmul::{Input, narrow};
 use super::packed::{COLUMNS, Precision, STEP};
 use super::soften::{Softmax, Weights};
-use super::tiles::{Piece, Tiles, Words, floats};
+use super::tiles::{Piece, ROWS, Tiles, Words, floats};
 use super::{Isa, dispatch, team};
 use crate::batch::SeqSpan;
 
-/// Lanes of a tile.
-const LANES: usize = 64;
-/// Keys between two rounds of softmax: outputs are loaded and stored once for each. 256 x 64 scores are 64 KiB of L2.
+/// Lanes of a tile: more where weights are widened once for all of them, of whole register tiles.
+fn lanes(isa: Isa) -> usize {
+    if isa.computes_bf16() { 64 } else { 16 * ROWS }
+}
+/// Keys between two rounds of softmax: outputs are loaded and stored once for each. 256 x 64 scores are 64 KiB of L2,
+/// 256 x 96 are 96 KiB.
 const SPAN: usize = 256;
 /// Words of contexts that are packed at a time: 32 MiB, all heads of Qwen3-0.6B at 8,000 tokens. Longer ones go in turn.
 const PACKED_WORDS: usize = 8 << 20;
@@ -82,7 +85,7 @@ unsafe fn run(isa: Isa, task: &Attention<'_>, q: Input<'_>, out: &To, contexts: 
         // SAFETY: passed on from the caller; parts are disjoint.
         unsafe { contexts.get(context).pack(isa, task, key) };
     });
-    let rows = (LANES / task.group()).max(1);
+    let rows = (lanes(isa) / task.group()).max(1);
     // The longest first: threads then end together.
     let mut lanes: Vec<Lanes> = (0..contexts.0.len())
         .flat_map(|i| (0..contexts.0[i].seq.q_len).step_by(rows).map(move |row| (i, row)))
@@ -132,16 +135,16 @@ impl Lanes {
     }
 }
 
-/// Buffers of one thread, all in L2 together: some 200 KiB for heads of 128.
+/// Buffers of one thread, all in L2 together: some 200 or 300 KiB for heads of 128.
 #[derive(Default)]
 struct Scratch {
-    /// `[LANES]` rows of a head's pairs.
+    /// `[lanes]` rows of a head's pairs.
     queries: Words,
-    /// `[LANES][SPAN]`.
+    /// `[lanes][SPAN]`.
     scores: Words,
-    /// `[LANES]` rows of the span's pairs.
+    /// `[lanes]` rows of the span's pairs.
     weights: Words,
-    /// `[LANES][value panels * COLUMNS]`.
+    /// `[lanes][value panels * COLUMNS]`.
     output: Words,
 }
 

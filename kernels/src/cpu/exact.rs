@@ -1,21 +1,18 @@
-//! Attention in f32, on any CPU: for f32 KV, exact up to f32's own rounding, and for few rows over bf16 KV, which is
-//! widened where the CPU does not multiply it.
-
-use half::bf16;
+//! Attention of many query rows over f32 KV, on any CPU: exact up to f32's own rounding.
 
 use super::attention::{Attention, Output, Rows};
-use super::{Element, dispatch, dot, scale_add, team, widen_into};
+use super::{Element, dispatch, dot, scale_add, team};
 use crate::batch::SeqSpan;
-use crate::layout::{Half, KvDtype};
+use crate::layout::Half;
 
-/// Query rows that share one pass over the context: each K/V block is widened once for all of them.
+/// Query rows that share one pass over the context: each K/V block is copied once for all of them.
 const TILE: usize = 16;
 
 /// Computes the rows of `seqs`. Softmax is online over blocks (Milakov & Gimelshein 2018), so the order of additions
 /// depends on positions only, not on the batch.
 ///
 /// # Safety
-/// As [`Attention::run`], which also checked the lengths.
+/// As [`Attention::run`], which also checked the lengths; the pool's KV is f32.
 pub unsafe fn attend(task: &Attention<'_>, q: &[f32], out: &mut Output<'_>, seqs: &[&SeqSpan]) {
     match out {
         // SAFETY: passed on from the caller.
@@ -29,12 +26,8 @@ pub unsafe fn attend(task: &Attention<'_>, q: &[f32], out: &mut Output<'_>, seqs
 /// As [`attend`].
 unsafe fn attend_into<O: Element>(task: &Attention<'_>, q: &[f32], out: &Rows<O>, seqs: &[&SeqSpan]) {
     let tiles: Vec<Tile> = seqs.iter().flat_map(|seq| Tile::split(seq, task.kv_heads())).collect();
-    team::run(tiles.len(), |index| match task.pool.layout().dtype {
-        // SAFETY: passed on from the caller; the dtype is the pool's.
-        KvDtype::Bf16 => unsafe { tiles[index].attend::<bf16, O>(task, q, out) },
-        // SAFETY: passed on from the caller; the dtype is the pool's.
-        KvDtype::F32 => unsafe { tiles[index].attend::<f32, O>(task, q, out) },
-    });
+    // SAFETY: passed on from the caller.
+    team::run(tiles.len(), |index| unsafe { tiles[index].attend(task, q, out) });
 }
 
 /// Up to [`TILE`] consecutive rows of one sequence, for one KV head.
@@ -70,8 +63,8 @@ struct Softmax {
 
 impl Tile {
     /// # Safety
-    /// As [`attend`], and `E` must be the pool's element type.
-    unsafe fn attend<E: Element, O: Element>(&self, task: &Attention<'_>, q: &[f32], out: &Rows<O>) {
+    /// As [`attend`].
+    unsafe fn attend<O: Element>(&self, task: &Attention<'_>, q: &[f32], out: &Rows<O>) {
         let (dim, block_size, group) = (task.head_dim(), task.pool.layout().block_size, task.group());
         let lanes = self.rows * group;
         let mut acc = vec![0f32; lanes * dim];
@@ -86,9 +79,9 @@ impl Tile {
             for token in 0..tokens {
                 let to = token * dim..(token + 1) * dim;
                 for (half, to) in [(Half::Key, &mut keys[to.clone()]), (Half::Value, &mut values[to])] {
-                    let from = task.token::<E>(self.table_start, first_token + token, half, self.kv_head);
-                    // SAFETY: one head of a token of the pool, whose type is E; nobody writes it meanwhile.
-                    widen_into(unsafe { std::slice::from_raw_parts(from, dim) }, to);
+                    let from = task.token::<f32>(self.table_start, first_token + token, half, self.kv_head);
+                    // SAFETY: one head of a token of the pool, whose type is f32; nobody writes it meanwhile.
+                    to.copy_from_slice(unsafe { std::slice::from_raw_parts(from, dim) });
                 }
             }
             for lane in 0..lanes {

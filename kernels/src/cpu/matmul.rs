@@ -101,7 +101,11 @@ fn with_rows(isa: Isa, x: Input<'_>, w: &Packed, then: impl FnOnce(Activations<'
     thread_local!(static BUFFERS: RefCell<(Words, Vec<f32>)> = RefCell::default());
     let k = w.k();
     let per_word = if w.precision() == Precision::Bf16 { isa.pair_words() } else { 1 };
-    let row = w.depth() * per_word;
+    let width = w.depth() * per_word;
+    // Few rows are read side by side: a power of two apart they would all want the same lines of L1.
+    let m = x.len() / k;
+    let apart = (2..=FEW_ROWS).contains(&m) && !isa.computes_bf16() && w.precision() == Precision::Bf16;
+    let row = width + if apart { 16 } else { 0 };
     // Rows of tiles that straddle cache lines would take twice the time.
     let aligned = |address: usize| isa != Isa::AmxBf16 || address.is_multiple_of(64);
     let as_it_is = |words| Activations { words, row, per_word, factors: &[] };
@@ -109,11 +113,13 @@ fn with_rows(isa: Isa, x: Input<'_>, w: &Packed, then: impl FnOnce(Activations<'
         (Precision::Bf16, true, Input::Bf16(x)) if k == 2 * row && aligned(x.as_ptr() as usize) => {
             return then(as_it_is(x.as_ptr().cast()));
         }
-        (Precision::Bf16, false, Input::F32(x)) if k == row => return then(as_it_is(x.as_ptr().cast())),
+        (Precision::Bf16, false, Input::F32(x)) if k == width && !apart => {
+            return then(as_it_is(x.as_ptr().cast()));
+        }
         _ => {}
     }
     BUFFERS.with_borrow_mut(|(words, factors)| {
-        let words = words.get(x.len() / k * row);
+        let words = words.get(m * row);
         match (w.precision(), isa.computes_bf16()) {
             (Precision::Int8, _) => int8::quantize_rows(x, k, words, row, factors),
             (Precision::Bf16, true) => {
@@ -176,7 +182,13 @@ struct Part {
 impl<F: Finish> Product<'_, F> {
     fn few_rows(&self, m: usize) {
         let (panels, depth) = (self.w.panels(), self.w.depth());
-        let step = if m <= ROWS || self.isa == Isa::AmxBf16 { depth } else { FEW_WORDS };
+        // Tiles that take all columns at once read a panel in order; the others return to a piece for its other columns.
+        let whole = match self.isa {
+            Isa::AmxBf16 => true,
+            Isa::Avx512Bf16 => m <= ROWS,
+            _ => m == 1,
+        };
+        let step = if whole { depth } else { FEW_WORDS };
         let per_task = panels.div_ceil(team::threads() * TASKS_PER_THREAD).next_multiple_of(F::PANELS);
         self.each_task(panels.div_ceil(per_task), per_task * m, |task, tiles, sums| {
             let range = task * per_task..panels.min((task + 1) * per_task);
@@ -266,6 +278,8 @@ fn block(isa: Isa, m: usize) -> (usize, usize) {
     let (rows, tile, pairs) = match isa {
         // A piece of a block is 384 KiB and its sums as much, in 2 MiB of L2; the piece of a panel is 64 KiB.
         Isa::AmxBf16 => (384, 32, 256),
+        // 192 rows x 1 KiB of f32 are 192 KiB and their sums as much, in 512 KiB of L2.
+        Isa::Portable | Isa::Avx2 | Isa::Avx512 => (192, ROWS, 128),
         // 192 rows x 2 KiB of bf16 are 384 KiB, beside a piece of a panel (128 KiB).
         _ => (192, ROWS, 512),
     };

@@ -9,7 +9,6 @@ pub mod arena;
 pub mod attention;
 mod blocked;
 mod context;
-#[cfg(target_arch = "x86_64")]
 mod decode;
 #[cfg(target_arch = "x86_64")]
 mod dp;

@@ -76,7 +76,8 @@ impl Softmax {
 }
 
 dispatch! {
-    fn largest(scores: &[f32]) -> f32 {
+    /// The largest of some scores.
+    pub fn largest(scores: &[f32]) -> f32 {
         const LANES: usize = 64;
         // No NaN is expected, and what f32::max does about it costs three instructions.
         let higher = |a: f32, b: f32| if a > b { a } else { b };
@@ -97,7 +98,7 @@ dispatch! {
 
 dispatch! {
     /// Weights `2^(score * scale - base)`; returns their sum.
-    fn soften<E: Element>(scores: &[f32], scale: f32, base: f32, weights: &mut [E]) -> f32 {
+    pub fn soften<E: Element>(scores: &[f32], scale: f32, base: f32, weights: &mut [E]) -> f32 {
         let mut sums = [0f32; 16];
         let weight = |score: f32| exp((score * scale - base) * std::f32::consts::LN_2);
         let (scores, scores_rest) = scores.as_chunks::<16>();

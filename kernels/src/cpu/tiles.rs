@@ -8,6 +8,9 @@ use super::{amx, dp};
 /// Rows that the register tiles take at once; AMX takes more. Callers that choose their number of rows choose multiples.
 pub const ROWS: usize = widen::ROWS;
 
+/// Rows from which on it pays to widen weights once for all of them rather than in registers.
+const WIDENED_ROWS: usize = 4 * ROWS;
+
 /// Operands: `c[i, j] (+)= sum over p of a[i, p] . b[p, j]` for the columns `j` of a panel.
 #[derive(Clone, Copy)]
 pub struct Piece {
@@ -63,21 +66,37 @@ impl Tiles {
                 session.run(rows, &amx::Tile { precision, steps, a, a_row, b, c, c_row, add, stream })
             };
         }
+        if piece.precision == Precision::Bf16 && rows >= WIDENED_ROWS {
+            let Piece { depth: pairs, a, a_row, b, c, c_row, add, .. } = *piece;
+            let tile = widen::Tile { pairs, a: a.cast(), a_row, b, c: c.cast(), c_row, add, ahead: None };
+            match self.isa {
+                // SAFETY: passed on from the caller, who also vouched for the CPU.
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx512 => return unsafe { widen::avx512::block(&tile, rows) },
+                // SAFETY: as above.
+                #[cfg(target_arch = "x86_64")]
+                Isa::Avx2 => return unsafe { widen::avx2::block(&tile, rows) },
+                _ => {}
+            }
+        }
         let tiles = rows.div_ceil(ROWS);
         let size = rows.div_ceil(tiles.max(1));
         for tile in 0..tiles {
             let first = tile * size;
-            // The tiles that share a panel share out its cache lines too: each asks for its part of every pair's four.
-            let lines = if piece.stream { (4 * tile / tiles, 4 * (tile + 1) / tiles) } else { (0, 0) };
             // SAFETY: passed on from the caller; the rows of the tile are below `rows`.
-            unsafe { self.tile(size.min(rows - first), first, piece, lines) };
+            unsafe { self.tile(size.min(rows - first), first, piece, (tile, tiles)) };
         }
     }
 
+    /// `share`: which of how many tiles this is that use the same panel.
+    ///
     /// # Safety
     /// As [`Self::product`], for `rows` rows from `first`.
-    unsafe fn tile(&self, rows: usize, first: usize, piece: &Piece, lines: (usize, usize)) {
+    unsafe fn tile(&self, rows: usize, first: usize, piece: &Piece, share: (usize, usize)) {
         let Piece { depth: pairs, a_row, b, c_row, add, .. } = *piece;
+        // What comes from memory is asked for ahead; each tile asks for its share, here of every pair's four cache lines.
+        let ahead = piece.stream.then_some(share);
+        let lines = ahead.map_or((0, 0), |(tile, tiles)| (4 * tile / tiles, 4 * (tile + 1) / tiles));
         // SAFETY: passed on from the caller, who also vouched for the CPU.
         unsafe {
             let (a, c) = (piece.a.add(first * a_row), piece.c.add(first * c_row));
@@ -86,7 +105,7 @@ impl Tiles {
                 return int8::Tile { depth, a, a_row, b, c, c_row, add, prefetch: lines }.run(self.isa, rows);
             }
             let c = c.cast::<f32>();
-            let wide = widen::Tile { pairs, a: a.cast(), a_row, b, c, c_row, add };
+            let wide = widen::Tile { pairs, a: a.cast(), a_row, b, c, c_row, add, ahead };
             match self.isa {
                 #[cfg(target_arch = "x86_64")]
                 Isa::AmxBf16 | Isa::Avx512Bf16 => {
