@@ -12,10 +12,6 @@ use kernels::{KvDtype, KvLayout};
 /// where no few elements decide it. So a kernel's result is rounded once, and what is within it costs less than that.
 pub const BF16: f64 = 2e-3;
 
-/// The same where attention's weights were rounded to bf16 for the second product, too, as in prefill (and in FlashAttention):
-/// two independent roundings, 1.5e-3 times the root of 2. The most that was seen is 2.07e-3.
-pub const BF16_TWICE: f64 = 2.2e-3;
-
 /// Of f32 results.
 pub const F32: f64 = 1e-5;
 
