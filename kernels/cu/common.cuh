@@ -32,6 +32,11 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
 #endif
 }
 
+// What rounding two values to `pair` left of them, rounded.
+__device__ __forceinline__ uint32_t pack_left(uint32_t pair, float low, float high) {
+    return pack(low - low_half(pair), high - high_half(pair));
+}
+
 __device__ __forceinline__ void unpack(const uint4 &eight, float to[8]) {
     to[0] = low_half(eight.x), to[1] = high_half(eight.x), to[2] = low_half(eight.y), to[3] = high_half(eight.y);
     to[4] = low_half(eight.z), to[5] = high_half(eight.z), to[6] = low_half(eight.w), to[7] = high_half(eight.w);

@@ -2,7 +2,8 @@
 //
 // A tile is 64 lanes of one sequence and KV head; a lane is a (row, query head of the group) pair, so K and V are read once for
 // all heads of a group. Keys come 64 at a time through shared memory, two tiles ahead of each other; softmax is online (Milakov
-// & Gimelshein 2018) and the weights go from registers into the second product (FlashAttention-2, Dao 2023).
+// & Gimelshein 2018) and the weights go from registers into the second product (FlashAttention-2, Dao 2023), as two bf16 numbers,
+// rounded and what that left: rounded alone they would cost as much accuracy as rounding the result.
 #include "common.cuh"
 
 struct Prefill {
@@ -120,13 +121,14 @@ __device__ __forceinline__ void attend(const Prefill &p) {
 #pragma unroll
         for (int k = 0; k < KEYS / 16; k++) {
             // What one product's result holds is what the next one's first operand wants, lane by lane.
-            uint32_t a[4];
+            uint32_t a[4], left[4];
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const float *from = &scores[2 * k + i / 2][i % 2 * 2];
                 const float low = exp2_fast(from[0] - safe[i % 2]), high = exp2_fast(from[1] - safe[i % 2]);
                 total[i % 2] += low + high;
                 a[i] = pack(low, high);
+                left[i] = pack_left(a[i], low, high);
             }
 #pragma unroll
             for (int j = 0; j < DIM / 16; j++) {
@@ -134,6 +136,8 @@ __device__ __forceinline__ void attend(const Prefill &p) {
                 load_matrices_transposed(b, values + swizzled<CHUNKS>(k * 16 + lane % 16, 2 * j + lane / 16));
                 mma_bf16(out[2 * j], a, b);
                 mma_bf16(out[2 * j + 1], a, b + 2);
+                mma_bf16(out[2 * j], left, b);
+                mma_bf16(out[2 * j + 1], left, b + 2);
             }
         }
         // Nobody reads this stage any more when the next step overwrites it.

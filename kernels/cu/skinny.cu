@@ -31,11 +31,6 @@ struct Skinny {
 
 namespace few_rows {
 
-// What rounding two values to `pair` left of them, rounded.
-__device__ __forceinline__ uint32_t pack_left(uint32_t pair, float low, float high) {
-    return pack(low - low_half(pair), high - high_half(pair));
-}
-
 template <Before BEFORE, After AFTER, int TILES>
 __device__ __forceinline__ void skinny(const Skinny &p) {
     constexpr int PARTS = AFTER == After::SiluMul ? 2 : 1, COLUMNS = 8 * TILES;

@@ -54,8 +54,16 @@ fn logits_are_those_of_transformers_within_the_rounding_of_bf16() {
     }
 }
 
+/// A model on the emulated device.
+fn load(gpu: &Gpu, dir: &Path, limits: GpuLimits) -> GpuModel {
+    let (config, weights) = (ModelConfig::load(dir).unwrap(), Weights::open(dir).unwrap());
+    let valid = vec![true; config.vocab_size];
+    GpuModel::load(gpu, &config, &weights, ComputeDtype::Stored, limits, &valid).unwrap()
+}
+
 /// Sequences of a model on the emulated device, decoded together.
 struct Together {
+    dir: PathBuf,
     model: GpuModel,
     pool: Arc<KvPool>,
     sequences: Vec<Vec<u32>>,
@@ -64,20 +72,20 @@ struct Together {
 /// Blocks of each sequence.
 const BLOCKS: u32 = 12;
 
+/// Few and short sequences.
+const LIMITS: GpuLimits = GpuLimits { max_len: 256, max_rows: 64, max_seqs: 4 };
+
 impl Together {
-    fn new(prompts: &[Vec<u32>]) -> Self {
-        let (gpu, dir) = (gpu(), root().join("models/demo"));
-        let (config, weights) = (ModelConfig::load(&dir).unwrap(), Weights::open(&dir).unwrap());
-        let limits = GpuLimits { max_len: 256, max_rows: 64, max_seqs: 4 };
-        let valid = vec![true; config.vocab_size];
-        let model = GpuModel::load(&gpu, &config, &weights, ComputeDtype::Stored, limits, &valid).unwrap();
+    fn new(dir: &str, prompts: &[Vec<u32>]) -> Self {
+        let (gpu, dir) = (gpu(), root().join(dir));
+        let config = ModelConfig::load(&dir).unwrap();
         let blocks = BLOCKS as usize * prompts.len();
         let pool = Arc::new(KvPool::new_on(&gpu, layout(&config, KvDtype::Bf16), blocks, 0).unwrap());
-        Self { model, pool, sequences: prompts.to_vec() }
+        Self { model: load(&gpu, &dir, LIMITS), dir, pool, sequences: prompts.to_vec() }
     }
 
-    /// Computes what is new of these sequences, `new` tokens each, and appends a greedy token to each of them.
-    fn step(&mut self, which: &[usize], new: impl Fn(usize) -> usize) {
+    /// What is new of these sequences, `new` tokens each.
+    fn batch(&self, which: &[usize], new: impl Fn(usize) -> usize) -> Batch {
         let mut meta = BatchMeta::default();
         let (mut tokens, mut logits_rows) = (Vec::new(), Vec::new());
         for &index in which {
@@ -89,7 +97,12 @@ impl Together {
             tokens.extend_from_slice(&sequence[sequence.len() - new..]);
             logits_rows.push(tokens.len() as u32 - 1);
         }
-        let batch = Batch { tokens, meta: Arc::new(meta), logits_rows };
+        Batch { tokens, meta: Arc::new(meta), logits_rows }
+    }
+
+    /// Computes what is new of these sequences, `new` tokens each, and appends a greedy token to each of them.
+    fn step(&mut self, which: &[usize], new: impl Fn(usize) -> usize) {
+        let batch = self.batch(which, new);
         let greedy = Draw { uniform: 0.5, temperature: 0.0, min_p: 0.0, top_p: 1.0, top_k: None };
         let answer =
             self.model.step(&batch, &vec![Some(greedy); which.len()], &self.pool, &mut |_| ()).unwrap();
@@ -108,12 +121,12 @@ fn decoding_in_captured_steps_gives_the_tokens_of_single_ones() {
     prompts.truncate(3);
     assert_eq!(prompts.len(), 3, "three short prompts are needed");
     let lengths: Vec<usize> = prompts.iter().map(Vec::len).collect();
-    let mut alone = Together::new(&prompts);
+    let mut alone = Together::new("models/demo", &prompts);
     for index in 0..3 {
         alone.step(&[index], |index| lengths[index]);
         (1..10).for_each(|_| alone.step(&[index], |_| 1));
     }
-    let mut together = Together::new(&prompts);
+    let mut together = Together::new("models/demo", &prompts);
     together.step(&[0, 1, 2], |index| lengths[index]);
     // The class of four rows is computed, captured and replayed, while sequences leave and come back.
     for which in [&[0, 1, 2][..], &[0, 1, 2], &[2, 0, 1], &[0, 1, 2], &[0, 1], &[2, 0, 1], &[0, 1, 2]] {
@@ -121,6 +134,65 @@ fn decoding_in_captured_steps_gives_the_tokens_of_single_ones() {
     }
     for (together, alone) in together.sequences.iter().zip(&alone.sequences) {
         assert_eq!(together[..], alone[..together.len()]);
+    }
+}
+
+impl Together {
+    /// A decoding step of these sequences, with all its logits. A model that was just loaded has no graphs: it must compute the
+    /// same, to the last bit.
+    fn decode_as_without_graphs(&mut self, which: &[usize]) {
+        let batch = self.batch(which, |_| 1);
+        let logits = |model: &mut GpuModel| {
+            model.step(&batch, &vec![None; which.len()], &self.pool, &mut |_| ()).unwrap().logits
+        };
+        let plain = logits(&mut load(&gpu(), &self.dir, LIMITS));
+        assert!(plain.iter().all(|logit| logit.is_finite()), "{which:?}");
+        assert_eq!(logits(&mut self.model), plain, "{which:?}");
+        for (&index, logits) in which.iter().zip(plain.chunks(plain.len() / which.len())) {
+            let best = (0..logits.len()).max_by(|a, b| logits[*a].total_cmp(&logits[*b]));
+            self.sequences[index].push(best.expect("a vocabulary") as u32);
+        }
+    }
+}
+
+/// A graph holds addresses of the workspace and of the inputs, which grow with contexts and batches: graphs must go with what
+/// they name, be captured again where they are used again, and never without need.
+#[test]
+fn graphs_survive_growth_of_contexts_and_batches() {
+    let prompt = |len: u32, of: u32| (0..len).map(|i| (i * 37 + of * 101) % 470).collect::<Vec<u32>>();
+    let prompts: Vec<_> =
+        [20, 30, 25, 35, 40, 130, 135, 140].into_iter().zip(1..).map(|(len, of)| prompt(len, of)).collect();
+    let mut together = Together::new("tests/fixtures/tiny-random", &prompts);
+    for (index, prompt) in prompts.iter().enumerate() {
+        together.step(&[index], |_| prompt.len());
+    }
+    // The model whose graphs are tested has room for four rows and four splits.
+    together.model = load(&gpu(), &together.dir, GpuLimits { max_len: 192, max_rows: 4, max_seqs: 4 });
+    // A class runs plainly at first, then it is captured, then replayed.
+    let mut decode = |which: &[usize], times: usize| {
+        let before = together.model.captures();
+        (0..times).for_each(|_| together.decode_as_without_graphs(which));
+        together.model.captures() - before
+    };
+    assert_eq!(decode(&[0], 3), 1, "a row of a short context");
+    assert_eq!(decode(&[0, 1], 3), 1, "two of them: another class");
+    assert_eq!(decode(&[0], 2), 0, "back to one: nothing grew");
+    assert_eq!(decode(&[5], 3), 1, "a longer context, for which there is room: another class");
+    assert_eq!(decode(&[0], 1), 0, "back to the short one: nothing grew");
+    assert_eq!(decode(&[5, 6, 7, 0], 3), 1, "seven splits: scratch grows");
+    assert_eq!(decode(&[0], 3), 1, "the graphs of the old scratch are gone");
+    assert_eq!(decode(&[0, 1], 3), 1, "all of them");
+    assert_eq!(decode(&[0, 1, 2, 3, 4], 3), 1, "five rows: activations grow");
+    assert_eq!(decode(&[0], 3), 1, "graphs are gone again");
+    assert_eq!(decode(&[5, 6, 7, 0], 3), 1, "all of them");
+    assert_eq!(
+        decode(&[5, 6, 7, 0, 1], 3),
+        1,
+        "five rows of longer contexts: block tables, so the inputs, grow"
+    );
+    assert_eq!(decode(&[0], 3), 1, "graphs are gone again");
+    for which in [&[5, 6, 7, 0, 1][..], &[0], &[7, 1, 6, 0, 5], &[1]] {
+        assert_eq!(decode(which, 1), 0, "{which:?}: there is room, and the class was captured");
     }
 }
 

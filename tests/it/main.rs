@@ -12,6 +12,7 @@ mod frontend_events;
 mod frontend_faults;
 mod frontend_pairs;
 mod golden;
+mod gpu_check;
 mod kv_events;
 mod misfits;
 mod one_core;

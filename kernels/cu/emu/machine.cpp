@@ -63,6 +63,31 @@ void resume(Block &b, Thread &thread) {
     self = nullptr;
 }
 
+// The stacks of a block's threads. They stay for the next launch: mapping 256 KiB for each thread, and marking it for
+// AddressSanitizer, takes longer than most tests' kernels.
+struct Stacks {
+    char *memory = nullptr;
+    size_t size = 0;
+
+    char *of(unsigned threads) {
+        if (size < kStack * threads) {
+            free(memory);
+            size = kStack * threads;
+            memory = static_cast<char *>(aligned_alloc(64, size));
+        }
+        return memory;
+    }
+
+    // What a launch that failed left in the middle of its frames is no longer marked as such.
+    void abandon() {
+#if defined(__SANITIZE_ADDRESS__)
+        __asan_unpoison_memory_region(memory, size);
+#endif
+    }
+
+    ~Stacks() { free(memory); }
+};
+
 // All threads of the block at the kernel's first instruction.
 void prepare(Block &b) {
     b.live = b.threads.size();
@@ -163,15 +188,16 @@ bool run(Block &b) {
     b.warps.resize((threads + kWarp - 1) / kWarp);
     // Of exactly its size, so that AddressSanitizer sees what lies beyond.
     b.shared = static_cast<unsigned char *>(aligned_alloc(128, (b.shared_size + 127) / 128 * 128 + (b.shared_size ? 0 : 128)));
-    char *stacks = static_cast<char *>(aligned_alloc(64, kStack * threads));
-    for (unsigned i = 0; i < threads; i++) b.threads[i].stack = stacks + kStack * i;
+    static thread_local Stacks stacks;
+    char *memory = stacks.of(threads);
+    for (unsigned i = 0; i < threads; i++) b.threads[i].stack = memory + kStack * i;
     block = &b;
     bool done = true;
     for (b.index.z = 0; done && b.index.z < b.grid.z; b.index.z++)
         for (b.index.y = 0; done && b.index.y < b.grid.y; b.index.y++)
             for (b.index.x = 0; done && b.index.x < b.grid.x; b.index.x++) done = run_block(b);
     block = nullptr;
-    free(stacks);
+    if (!done) stacks.abandon();
     free(b.shared);
     return done;
 }

@@ -3,15 +3,17 @@
 //! Slow and exact about what a GPU leaves undefined: for tests of kernels and of everything that launches them, on machines
 //! without a GPU. A stream does nothing until somebody waits for it, as late as a GPU may be: a host that looks before it has
 //! waited, writes to memory that an upload still reads, or relies on the other stream sees old bytes. A captured graph records
-//! launches and does nothing else until it is replayed, so that a host value which should have been read on the device shows.
+//! launches and does nothing else until it is replayed, so that a host value which should have been read on the device shows;
+//! replaying it when memory that it names was freed is an error, whatever lies there now.
 
 mod build;
 
 use std::alloc::Layout;
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ffi::{CString, c_char, c_int, c_uint, c_void};
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, ThreadId};
 
 use libloading::Library;
 
@@ -62,15 +64,76 @@ struct Shared {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Sizes of what is allocated.
-    allocated: HashMap<u64, usize>,
+    /// What is allocated, by address.
+    allocated: BTreeMap<u64, Allocation>,
+    /// How much was ever allocated.
+    allocations: u64,
     /// The capture under way.
-    capture: Option<Vec<Recorded>>,
+    capture: Option<Capture>,
     /// What each stream has yet to do.
     queues: [VecDeque<Recorded>; 2],
     /// How much was ever queued, and done, in the compute stream.
     queued: u64,
     done: u64,
+}
+
+/// Work that is recorded instead of queued.
+#[derive(Debug)]
+struct Capture {
+    /// Who captures: only this thread's calls are watched, so that transports may go on (`CU_STREAM_CAPTURE_MODE_THREAD_LOCAL`).
+    thread: ThreadId,
+    recorded: Vec<Recorded>,
+    /// Allocations that the work names.
+    named: BTreeSet<u64>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Allocation {
+    bytes: usize,
+    /// Not that of any other: an address may be given out again.
+    number: u64,
+}
+
+impl State {
+    /// The numbers of the allocations that work names. Of a kernel's arguments, every eight bytes that are an address in device
+    /// memory are taken for one.
+    fn named(&self, work: &Recorded) -> Vec<u64> {
+        let words = match work {
+            Recorded::Launch { arguments, .. } => arguments.concat(),
+            Recorded::Zero { to, .. } => vec![*to],
+            Recorded::Copy { to, from, .. } => vec![*to, *from],
+        };
+        let containing = |word: u64| {
+            let (start, allocation) = self.allocated.range(..=word).next_back()?;
+            (word - start < allocation.bytes as u64).then_some(allocation.number)
+        };
+        words.into_iter().filter_map(containing).collect()
+    }
+
+    /// Adds to a stream, or to the capture under way.
+    fn queue(&mut self, stream: Stream, work: Recorded) {
+        let named = self.capture.is_some().then(|| self.named(&work));
+        match (&mut self.capture, stream) {
+            (Some(capture), Stream::Compute) => {
+                capture.named.extend(named.unwrap_or_default());
+                return capture.recorded.push(work);
+            }
+            (_, Stream::Compute) => self.queued += 1,
+            (_, Stream::Copy) => {}
+        }
+        self.queues[stream as usize].push_back(work);
+    }
+
+    /// Refuses what CUDA refuses during a capture: everything but launches on the stream that is captured, and on the thread that
+    /// captures, too.
+    fn not_while_capturing(&self, what: &'static str, stream: Option<Stream>) -> Result<()> {
+        match &self.capture {
+            Some(capture) if stream == Some(Stream::Compute) || capture.thread == thread::current().id() => {
+                Err(CudaError::Call { what, code: "not allowed while a graph is captured".into() })
+            }
+            _ => Ok(()),
+        }
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -120,16 +183,8 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds to a stream, or to the capture under way.
     fn queue(&self, stream: Stream, work: Recorded) {
-        let mut state = self.state();
-        let state = &mut *state;
-        match (&mut state.capture, stream) {
-            (Some(capture), Stream::Compute) => return capture.push(work),
-            (_, Stream::Compute) => state.queued += 1,
-            (_, Stream::Copy) => {}
-        }
-        state.queues[stream as usize].push_back(work);
+        self.state().queue(stream, work);
     }
 
     /// Does what is in the stream, or of the compute stream's work what was queued first, up to `until` of it.
@@ -212,14 +267,6 @@ impl Shared {
     }
 }
 
-/// What a stream that is captured refuses, as CUDA does.
-fn not_while_capturing(state: &State, what: &'static str) -> Result<()> {
-    match state.capture {
-        Some(_) => Err(CudaError::Call { what, code: "not allowed while a graph is captured".into() }),
-        None => Ok(()),
-    }
-}
-
 impl Backend for Emulator {
     fn info(&self) -> &DeviceInfo {
         &self.info
@@ -241,14 +288,14 @@ impl Backend for Emulator {
     }
 
     fn memory(&self) -> Result<(usize, usize)> {
-        let used: usize = self.shared.state().allocated.values().sum();
+        let used: usize = self.shared.state().allocated.values().map(|allocation| allocation.bytes).sum();
         Ok((MEMORY.saturating_sub(used), MEMORY))
     }
 
     fn alloc(&self, bytes: usize) -> Result<u64> {
         let (free, total) = self.memory()?;
         let mut state = self.shared.state();
-        not_while_capturing(&state, "cuMemAlloc")?;
+        state.not_while_capturing("cuMemAlloc", None)?;
         let layout = Layout::from_size_align(bytes, ALIGNMENT).ok().filter(|_| bytes <= free && bytes > 0);
         let layout = layout.ok_or(CudaError::OutOfMemory { bytes, free, total })?;
         // SAFETY: the size is not zero.
@@ -259,13 +306,15 @@ impl Backend for Emulator {
         // Device memory comes with whatever was in it: NaNs show what is read before it is written.
         // SAFETY: just allocated.
         unsafe { std::ptr::write_bytes(pointer, 0xff, bytes) };
-        state.allocated.insert(pointer as u64, bytes);
+        state.allocations += 1;
+        let number = state.allocations;
+        state.allocated.insert(pointer as u64, Allocation { bytes, number });
         Ok(pointer as u64)
     }
 
     unsafe fn free(&self, address: u64) {
-        let bytes = self.shared.state().allocated.remove(&address);
-        let bytes = bytes.expect("freed memory was allocated here. This is a bug.");
+        let allocation = self.shared.state().allocated.remove(&address);
+        let Allocation { bytes, .. } = allocation.expect("freed memory was allocated here. This is a bug.");
         let layout = Layout::from_size_align(bytes, ALIGNMENT).expect("it was allocated so. This is a bug.");
         // SAFETY: allocated with this layout.
         unsafe { std::alloc::dealloc(address as *mut u8, layout) };
@@ -285,13 +334,13 @@ impl Backend for Emulator {
     }
 
     unsafe fn upload(&self, stream: Stream, to: u64, from: *const u8, bytes: usize) -> Result<()> {
-        not_while_capturing(&self.shared.state(), "cuMemcpyHtoDAsync")?;
+        self.shared.state().not_while_capturing("cuMemcpyHtoDAsync", Some(stream))?;
         self.shared.queue(stream, Recorded::Copy { to, from: from as u64, bytes });
         Ok(())
     }
 
     unsafe fn download(&self, stream: Stream, to: *mut u8, from: u64, bytes: usize) -> Result<()> {
-        not_while_capturing(&self.shared.state(), "cuMemcpyDtoHAsync")?;
+        self.shared.state().not_while_capturing("cuMemcpyDtoHAsync", Some(stream))?;
         self.shared.queue(stream, Recorded::Copy { to: to as u64, from, bytes });
         Ok(())
     }
@@ -319,28 +368,30 @@ impl Backend for Emulator {
     }
 
     fn synchronize(&self, stream: Stream) -> Result<()> {
-        not_while_capturing(&self.shared.state(), "cuStreamSynchronize")?;
+        self.shared.state().not_while_capturing("cuStreamSynchronize", Some(stream))?;
         self.shared.work(stream, u64::MAX)
     }
 
     fn mark(&self) -> Result<Box<dyn Mark>> {
         let state = self.shared.state();
-        not_while_capturing(&state, "cuEventRecord")?;
+        state.not_while_capturing("cuEventRecord", Some(Stream::Compute))?;
         Ok(Box::new(Until { queued: state.queued, shared: self.shared.clone() }))
     }
 
     fn begin_capture(&self) -> Result<()> {
         let mut state = self.shared.state();
-        not_while_capturing(&state, "cuStreamBeginCapture")?;
-        state.capture = Some(Vec::new());
+        state.not_while_capturing("cuStreamBeginCapture", Some(Stream::Compute))?;
+        state.capture =
+            Some(Capture { thread: thread::current().id(), recorded: Vec::new(), named: BTreeSet::new() });
         Ok(())
     }
 
     fn end_capture(&self) -> Result<Box<dyn CapturedGraph>> {
-        let recorded = self.shared.state().capture.take();
-        let recorded =
-            recorded.ok_or(CudaError::Call { what: "cuStreamEndCapture", code: "no capture".into() })?;
-        Ok(Box::new(Recording { recorded, shared: self.shared.clone() }))
+        let capture = self.shared.state().capture.take();
+        let capture =
+            capture.ok_or(CudaError::Call { what: "cuStreamEndCapture", code: "no capture".into() })?;
+        let Capture { recorded, named, .. } = capture;
+        Ok(Box::new(Recording { recorded, named, shared: self.shared.clone() }))
     }
 }
 
@@ -360,11 +411,18 @@ impl Mark for Until {
 #[derive(Debug)]
 struct Recording {
     recorded: Vec<Recorded>,
+    /// Allocations that must still be there.
+    named: BTreeSet<u64>,
     shared: Arc<Shared>,
 }
 
 impl CapturedGraph for Recording {
     fn replay(&self) -> Result<()> {
+        let there: BTreeSet<u64> =
+            self.shared.state().allocated.values().map(|allocation| allocation.number).collect();
+        if !self.named.is_subset(&there) {
+            return Err(CudaError::Kernel("a graph is replayed whose memory was freed".into()));
+        }
         self.recorded.iter().for_each(|work| self.shared.queue(Stream::Compute, work.clone()));
         Ok(())
     }

@@ -56,3 +56,56 @@ fn an_emulated_stream_does_nothing_until_it_is_waited_for() {
         assert_eq!(buffer.to_vec::<u8>().unwrap(), [3; 16]);
     });
 }
+
+/// On a GPU it would read and write what has the memory now.
+#[test]
+fn replaying_a_graph_whose_memory_was_freed_is_an_error() {
+    if runs_on_gpu() {
+        return;
+    }
+    on_every_device(|gpu| {
+        let (first, second) = (gpu.buffer_of(&[1u8; 64]).unwrap(), gpu.buffer_of(&[1u8; 64]).unwrap());
+        let graph = gpu.capture(|| gpu.zero(first.view().part(16, 16))).unwrap();
+        drop(second);
+        // SAFETY: the graph names the first buffer alone.
+        unsafe { graph.replay().unwrap() };
+        assert_eq!(first.to_vec::<u8>().unwrap()[15..33], [[1].as_slice(), &[0; 16], &[1]].concat());
+        drop(first);
+        // Most likely at the same address.
+        let again = gpu.buffer_of(&[1u8; 64]).unwrap();
+        // SAFETY: that the emulator refuses is what is shown.
+        let error = unsafe { graph.replay() }.unwrap_err().to_string();
+        assert!(error.contains("memory was freed"), "{error}");
+        assert_eq!(again.to_vec::<u8>().unwrap(), [1; 64]);
+    });
+}
+
+/// A transport's thread copies whenever it wants to; the driver is told to watch only the thread that captures.
+#[test]
+fn other_threads_copy_and_allocate_while_a_graph_is_captured() {
+    on_every_device(|gpu| {
+        let buffer = gpu.buffer_of(&[1u8; 16]).unwrap();
+        let (mut seen, mut refused, mut kept) = ([0; 16], String::new(), None);
+        let graph = gpu.capture(|| {
+            std::thread::scope(|scope| {
+                let copies = scope.spawn(|| {
+                    buffer.write(0, &[2; 16]).unwrap();
+                    buffer.read(0, &mut seen).unwrap();
+                    // Dropped later: that waits for the stream.
+                    kept = Some(gpu.alloc(16).unwrap());
+                });
+                copies.join().expect("it copies")
+            });
+            if gpu.is_emulated() {
+                refused = gpu.alloc(16).unwrap_err().to_string();
+            }
+            gpu.zero(buffer.view())
+        });
+        let graph = graph.unwrap();
+        assert!(kept.is_some() && seen == [2; 16]);
+        assert!(!gpu.is_emulated() || refused.contains("not allowed while a graph is captured"), "{refused}");
+        // SAFETY: the buffer is alive.
+        unsafe { graph.replay().unwrap() };
+        assert_eq!(buffer.to_vec::<u8>().unwrap(), [0; 16]);
+    });
+}

@@ -22,6 +22,7 @@ type Result<T> = std::result::Result<T, CudaError>;
 pub struct GpuModel {
     /// Before the buffers whose addresses they hold.
     graphs: HashMap<Class, Captured>,
+    captures: usize,
     gpu: Gpu,
     sizes: Sizes,
     eps: f32,
@@ -62,6 +63,7 @@ impl GpuModel {
         let bytes = Shape { rows, samples, ..Shape::default() }.bytes() + 4 * limits.max_len;
         Ok(Self {
             graphs: HashMap::new(),
+            captures: 0,
             gpu: gpu.clone(),
             sizes,
             eps,
@@ -72,6 +74,11 @@ impl GpuModel {
             inputs: gpu.alloc(bytes)?,
             ids: gpu.pinned(4 * samples)?,
         })
+    }
+
+    /// Steps captured as graphs so far. More of them than size classes that were used: memory had to grow in between.
+    pub fn captures(&self) -> usize {
+        self.captures
     }
 
     /// Uploads the batch in the places of `shape` and makes room for it.
@@ -138,6 +145,8 @@ impl GpuModel {
                 // SAFETY: the graph's buffers are this model's and the pool's; both outlive it, see `graphs`.
                 unsafe { graph.replay()? };
                 self.graphs.insert(class, Captured::Graph(graph));
+                self.captures += 1;
+                tracing::debug!(class.rows, class.context, self.captures, "a step was captured as a graph");
             }
             // SAFETY: as above.
             Some(Captured::Graph(graph)) => unsafe { graph.replay()? },

@@ -100,9 +100,11 @@ impl Build<'_> {
         let partial = library.with_extension("partial");
         let mut command = Command::new("g++");
         command.args(["-std=c++17", "-g1", "-fPIC", "-shared", "-w", "-x", "c++"]);
-        match self.address_sanitizer {
-            true => command.args(["-O1", "-fsanitize=address", "-fno-omit-frame-pointer"]),
-            false => command.arg("-O2"),
+        match (self.address_sanitizer, self.mutation) {
+            (true, _) => command.args(["-O1", "-fsanitize=address", "-fno-omit-frame-pointer"]),
+            // Compiled for a few launches.
+            (false, Some(_)) => command.arg("-O1"),
+            (false, None) => command.arg("-O2"),
         };
         command.arg("-include").arg(folder.join("emu/cuda.h"));
         command.arg(folder.join("all.cu")).arg(folder.join("emu/machine.cpp")).arg("-o").arg(&partial);
