@@ -17,6 +17,13 @@ pub trait Runner: Send {
     ///
     /// Errors: the step failed as a whole; its KV must not be used.
     fn run(&mut self, plan: &Plan, progress: Progress<'_>) -> Result<Vec<Result<Sampled, String>>, String>;
+
+    /// Whether the device still computes, after a step has failed.
+    ///
+    /// Errors: it does not, and no later step will succeed.
+    fn check(&mut self) -> Result<(), String> {
+        Ok(())
+    }
 }
 
 /// Told of layers that are finished while a step computes.
@@ -36,6 +43,10 @@ impl ModelRunner {
 }
 
 impl Runner for ModelRunner {
+    fn check(&mut self) -> Result<(), String> {
+        self.model.check()
+    }
+
     fn run(&mut self, plan: &Plan, progress: Progress<'_>) -> Result<Vec<Result<Sampled, String>>, String> {
         let batch = Batch {
             tokens: plan.tokens.clone(),

@@ -154,6 +154,7 @@ pub fn spawn(parts: Parts, events: Sender<Event>, queue: Receiver<Event>) -> Eng
         expected_traffic: false,
         nudge: false,
         stopping: false,
+        broken: None,
     };
     let thread = std::thread::Builder::new().name("engine".into()).spawn(move || {
         if let Err(error) = kernels::cpu::priority::give_way(nice) {
@@ -198,6 +199,8 @@ struct Service {
     /// A first token came: the rest of its KV is about to.
     nudge: bool,
     stopping: bool,
+    /// Why the device computes no more.
+    broken: Option<String>,
 }
 
 impl Service {
@@ -209,7 +212,8 @@ impl Service {
                 self.take_events(queue);
                 self.step(queue);
             }
-            self.core.fail_all(&RequestError::ShuttingDown);
+            self.core
+                .fail_all(&self.broken.take().map_or(RequestError::ShuttingDown, RequestError::Internal));
             self.carry_out();
         }));
         self.alive.store(false, Ordering::SeqCst);
@@ -261,6 +265,13 @@ impl Service {
                     Err(error) => {
                         tracing::error!(%error, tokens = plan.tokens.len(), "a step failed");
                         self.core.abandon(&plan, &error);
+                        let runner = self.runner.as_mut().expect("put back after each step. This is a bug.");
+                        if let Err(error) = runner.check() {
+                            // Better no worker than one that fails every request at once, and so seems free.
+                            tracing::error!(%error, "the device computes no more: the engine ends");
+                            self.broken = Some(error);
+                            self.stopping = true;
+                        }
                     }
                 }
                 self.carry_out();

@@ -29,8 +29,8 @@ pub enum ModelError {
     Device(#[from] candle_core::Error),
     #[error("cannot place the model on the CUDA device: {0}")]
     Cuda(#[from] kernels::cuda::CudaError),
-    #[error("--dtype {dtype} is not supported on {device}, expected {expected}")]
-    DeviceDtype { dtype: &'static str, device: &'static str, expected: &'static str },
+    #[error("{flag} is not supported on {device}, expected {expected}")]
+    DeviceDtype { flag: &'static str, device: &'static str, expected: &'static str },
     #[error("model path {path} does not exist")]
     PathNotFound { path: PathBuf },
     #[error("model path {path} is not a folder; give the folder that holds config.json")]

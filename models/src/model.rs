@@ -78,6 +78,13 @@ pub trait Model: Send + Debug {
         pool: &Arc<KvPool>,
         progress: &mut dyn FnMut(usize),
     ) -> Result<Answer, String>;
+
+    /// Whether the device still computes, after a step has failed: a GPU's errors may be its last.
+    ///
+    /// Errors: it does not, and no later step will succeed.
+    fn check(&mut self) -> Result<(), String> {
+        Ok(())
+    }
 }
 
 impl Model for Qwen {

@@ -89,6 +89,9 @@ pub struct Args {
     /// With --device cuda: run its kernels on the CPU, from the library of scripts/cuda-emulator (for tests).
     #[arg(long, value_name = "FILE", hide = true, help_heading = MODEL)]
     pub cuda_emulator: Option<PathBuf>,
+    /// With --device cuda: launch decoding steps kernel by kernel instead of as CUDA graphs: slower, for finding faults.
+    #[arg(long, help_heading = MODEL)]
+    pub enforce_eager: bool,
     /// With --device sim: a GPU to imitate (h200, h100, a100, l40s, l4), or a file written by `bench profile`.
     #[arg(long, value_name = "NAME|FILE", default_value = "h100", help_heading = MODEL)]
     pub sim_profile: String,

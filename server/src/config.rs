@@ -73,6 +73,7 @@ pub struct Config {
     pub device: DeviceKind,
     /// The library that stands in for a CUDA device.
     pub cuda_emulator: Option<PathBuf>,
+    pub enforce_eager: bool,
     /// A built-in profile's name or a file, for the simulated device.
     pub sim_profile: String,
     pub sim_speed: f64,
@@ -84,6 +85,8 @@ pub struct Config {
 pub enum KvCacheSize {
     Blocks(usize),
     Bytes(ByteSize),
+    /// Nothing was said: [`DEFAULT_KV_CACHE`], or less where a GPU has less.
+    Default,
     /// What the process does not use yet of this share of the machine's memory.
     Share(f64),
 }
@@ -131,9 +134,7 @@ impl Config {
         let kv_cache = match (args.num_kv_blocks, args.kv_cache_memory_bytes) {
             (Some(blocks), _) => KvCacheSize::Blocks(blocks),
             (None, Some(bytes)) => KvCacheSize::Bytes(bytes),
-            (None, None) => {
-                args.gpu_memory_utilization.map_or(KvCacheSize::Bytes(DEFAULT_KV_CACHE), KvCacheSize::Share)
-            }
+            (None, None) => args.gpu_memory_utilization.map_or(KvCacheSize::Default, KvCacheSize::Share),
         };
         if args.block_size > MAX_BLOCK_SIZE {
             return Err(bad("block-size", args.block_size, format!("at most {MAX_BLOCK_SIZE} tokens")));
@@ -189,6 +190,7 @@ impl Config {
             cpu_nice: args.cpu_nice,
             device: args.device,
             cuda_emulator: args.cuda_emulator,
+            enforce_eager: args.enforce_eager,
             sim_profile: args.sim_profile,
             sim_speed: args.sim_speed,
             check_invariants: args.check_invariants,
@@ -287,7 +289,7 @@ mod tests {
         assert_eq!(config.role, Role::Both);
         assert_eq!(config.listen, "127.0.0.1:8000".parse().unwrap());
         assert_eq!(config.served_model_name, "demo");
-        assert_eq!(config.kv_cache, KvCacheSize::Bytes(ByteSize(1 << 30)));
+        assert_eq!(config.kv_cache, KvCacheSize::Default);
         assert_eq!((config.block_size, config.max_num_batched_tokens, config.max_num_seqs), (16, 512, 64));
         assert_eq!(config.shutdown_grace, Duration::from_secs(30));
     }

@@ -73,7 +73,7 @@ struct Together {
 const BLOCKS: u32 = 12;
 
 /// Few and short sequences.
-const LIMITS: GpuLimits = GpuLimits { max_len: 256, max_rows: 64, max_seqs: 4 };
+const LIMITS: GpuLimits = GpuLimits { max_len: 256, max_rows: 64, max_seqs: 4, eager: false };
 
 impl Together {
     fn new(dir: &str, prompts: &[Vec<u32>]) -> Self {
@@ -167,7 +167,8 @@ fn graphs_survive_growth_of_contexts_and_batches() {
         together.step(&[index], |_| prompt.len());
     }
     // The model whose graphs are tested has room for four rows and four splits.
-    together.model = load(&gpu(), &together.dir, GpuLimits { max_len: 192, max_rows: 4, max_seqs: 4 });
+    together.model =
+        load(&gpu(), &together.dir, GpuLimits { max_len: 192, max_rows: 4, max_seqs: 4, eager: false });
     // A class runs plainly at first, then it is captured, then replayed.
     let mut decode = |which: &[usize], times: usize| {
         let before = together.model.captures();
@@ -250,12 +251,61 @@ async fn what_cuda_does_not_compute_in_is_refused_by_flag() {
     let dir = tempfile::tempdir().expect("a temporary folder");
     for (flags, words) in [
         ("--dtype f32", "--dtype f32 is not supported on cuda, expected bf16"),
+        ("--quantization int8", "--quantization int8 is not supported on cuda, expected none"),
         ("--kv-cache-dtype f32", "--kv-cache-dtype f32 is not supported on cuda"),
         ("--num-kv-blocks 100000", "no memory for 100000 KV blocks"),
     ] {
         let launch = cuda(Deployment::both()).launch("both", &format!("--role both {flags}"), &[]);
         let (status, log) = Worker::run_to_end(dir.path(), launch).await;
         assert!(!status.success() && log.contains(words), "{words:?} is not in {log}");
+    }
+}
+
+#[tokio::test]
+async fn a_gpu_that_broke_ends_its_worker_instead_of_failing_every_request() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    // Enough for some requests: a step of the demo model launches some dozens of kernels.
+    let deployment = cuda(Deployment::both()).env("KVFERRY_EMULATOR_FAULT", "launches=1000");
+    let mut worker = Worker::start(dir.path(), deployment.launch("both", "--role both", &[])).await;
+    worker.health_is("ready").await;
+    let ask = Ask::chat("What is a ticket?").max_tokens(10);
+    worker.client().answer(&ask).await;
+    let mut failures = Vec::new();
+    for _ in 0..100 {
+        if let Err(failure) = worker.client().ask(&ask).await {
+            failures.push(failure);
+            break;
+        }
+    }
+    let first = format!("{failures:?}");
+    assert!(first.contains("500") && first.contains("CUDA_ERROR_ILLEGAL_ADDRESS"), "{first}");
+    assert!(!worker.exited().await.success());
+    let log = worker.log();
+    for words in ["the device computes no more", "the engine's thread has ended"] {
+        assert!(log.contains(words), "{words:?} is not in {log}");
+    }
+}
+
+#[tokio::test]
+async fn a_driver_that_captures_no_graph_costs_speed_not_answers() {
+    let ask = Ask::chat("What is a ticket?").max_tokens(10);
+    let refusing = cuda(Deployment::both()).env("KVFERRY_EMULATOR_FAULT", "capture").start().await;
+    let text = refusing.client().answer(&ask).await.text;
+    assert!(refusing.front().log().contains("is not captured as a graph"), "{}", refusing.front().log());
+    let eager = cuda(Deployment::both()).flags("--enforce-eager").env("KVFERRY_EMULATOR_FAULT", "capture");
+    let eager = eager.start().await;
+    assert_eq!(eager.client().answer(&ask).await.text, text);
+    assert!(!eager.front().log().contains("captured"), "{}", eager.front().log());
+}
+
+#[tokio::test]
+async fn without_a_size_the_kv_cache_fits_the_gpu() {
+    let dir = tempfile::tempdir().expect("a temporary folder");
+    for role in ["both", "prefill"] {
+        let mut launch = cuda(Deployment::both()).launch(role, &format!("--role {role}"), &[]);
+        let blocks = launch.args.iter().position(|arg| arg == "--num-kv-blocks").expect("tests have it");
+        launch.args.drain(blocks..blocks + 2);
+        Worker::start(dir.path(), launch).await.health_is("ready").await;
     }
 }
 
@@ -291,7 +341,7 @@ async fn workers_on_one_gpu_take_their_share_of_it_and_others_are_named() {
     assert!(free[0] > free[1]);
     for (flags, words) in [
         ("--device cuda:2", "--device cuda:2 cannot be used: cuda:2 does not exist: 2 CUDA device(s)"),
-        ("--device cuda:0 --gpu-memory-utilization 0.001", "would have 0 blocks"),
+        ("--device cuda:0 --gpu-memory-utilization 0.001", "--gpu-memory-utilization 0.001 leaves "),
     ] {
         let (status, log) = Worker::run_to_end(dir.path(), launch("refused", flags)).await;
         assert!(!status.success() && log.contains(words), "{words:?} is not in {log}");

@@ -115,3 +115,24 @@ fn an_interrupted_run_leaves_no_step_behind() {
     assert_eq!(script.wait().expect("it ends").code(), Some(2));
     until("the step's end", || (!runs(pid)).then_some(()));
 }
+
+#[test]
+fn arguments_that_make_no_sense_are_named_before_anything_runs() {
+    let pack = Pack::new("exit 3", "");
+    for (arguments, words) in [
+        (&["--device", "gpu9"][..], "--device is 'gpu9', expected cuda:N"),
+        (&["run", "--device"], "--device is '', expected cuda:N"),
+        (&["dry-run", "--device", "cuda:1"], "--device cuda:1 is for run"),
+        (&["--out"], "--out wants a folder"),
+        (&["--fast"], "unknown argument --fast"),
+        (&["pack"], "pack wants a folder"),
+        (&["pack", "out"], "pack runs in the repository"),
+    ] {
+        let output =
+            Command::new(pack.path("gpu-check")).args(arguments).output().expect("the script starts");
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(2) && said.contains(words), "{arguments:?}: {output:?}");
+    }
+    let output = Command::new(pack.path("gpu-check")).arg("--help").output().expect("the script starts");
+    assert!(output.status.success() && String::from_utf8_lossy(&output.stdout).contains("dry-run"));
+}

@@ -66,7 +66,7 @@ impl Bench {
     /// The same on a CUDA device, in bf16.
     pub fn load_on(gpu: &Gpu, dir: &Path, max_len: usize) -> Result<Self> {
         let (config, files) = open(dir)?;
-        let limits = GpuLimits { max_len, max_rows: 64, max_seqs: 4 };
+        let limits = GpuLimits { max_len, max_rows: 64, max_seqs: 4, eager: false };
         let valid = vec![true; config.vocab_size];
         let model = GpuModel::load(gpu, &config, &files, ComputeDtype::Stored, limits, &valid)?;
         let blocks = max_len.div_ceil(BLOCK_SIZE) + 1;

@@ -15,8 +15,10 @@ use crate::error::Result;
 pub struct Roof {
     /// Bytes read and written by a copy within the device's memory.
     pub copy_gb_per_s: f64,
-    /// Of a bf16 product of three square matrices; not measured on the CPU, where `kernels/examples/roof.rs` does.
+    /// Of a bf16 product of three square matrices; not measured on the CPU, where `bench kernels` does.
     pub product_tflops: Option<f64>,
+    /// Whose product it was, as of prompts: without cuBLASLt our own is compared with itself.
+    pub product_by: Option<&'static str>,
 }
 
 /// Best of this many: what disturbs only slows.
@@ -60,6 +62,7 @@ fn of_gpu(gpu: &Gpu) -> Result<Roof> {
     Ok(Roof {
         copy_gb_per_s: 2.0 * (parts * PART) as f64 / copy / 1e9,
         product_tflops: Some(2.0 * (square as f64).powi(3) / product / 1e12),
+        product_by: Some(if gpu.has_cublas() { "cuBLASLt" } else { "own kernels" }),
     })
 }
 
@@ -82,7 +85,7 @@ fn of_cpu() -> Roof {
         std::hint::black_box(&mut to);
         seconds = seconds.min(started.elapsed().as_secs_f64());
     }
-    Roof { copy_gb_per_s: 2.0 * from.len() as f64 / seconds / 1e9, product_tflops: None }
+    Roof { copy_gb_per_s: 2.0 * from.len() as f64 / seconds / 1e9, product_tflops: None, product_by: None }
 }
 
 fn best(mut run: impl FnMut() -> Result<()>) -> Result<f64> {

@@ -66,7 +66,7 @@ impl Steps {
             }
             Some(gpu) => {
                 let (max_len, max_rows, max_seqs) = (size.context, size.rows, size.sequences);
-                let limits = GpuLimits { max_len, max_rows, max_seqs };
+                let limits = GpuLimits { max_len, max_rows, max_seqs, eager: false };
                 let valid = vec![true; config.vocab_size];
                 let model = GpuModel::load(gpu, &config, &weights, ComputeDtype::Stored, limits, &valid)?;
                 (Box::new(model), KvPool::new_on(gpu, layout, all, 0)?)

@@ -137,6 +137,11 @@ pub trait Backend: Send + Sync + Debug {
     /// The addresses are valid for the sizes.
     unsafe fn product(&self, product: &Product) -> Result<bool>;
 
+    /// Whether [`Self::product`] has a library to compute with.
+    fn has_products(&self) -> bool {
+        false
+    }
+
     /// Waits until the stream has nothing left to do.
     fn synchronize(&self, stream: Stream) -> Result<()>;
 

@@ -272,6 +272,10 @@ impl Backend for Driver {
         })
     }
 
+    fn has_products(&self) -> bool {
+        self.cublas.is_some()
+    }
+
     unsafe fn product(&self, product: &Product) -> Result<bool> {
         let Some(cublas) = &self.cublas else { return Ok(false) };
         self.bind()?;

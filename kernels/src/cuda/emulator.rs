@@ -52,11 +52,31 @@ pub struct Emulator {
     shared: Arc<Shared>,
 }
 
+/// What an emulated device does wrong, for tests of those who use it: `KVFERRY_EMULATOR_FAULT`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Fault {
+    /// `capture`: no graph is captured.
+    Capture,
+    /// `launches=N`: after so many launches every one fails, as after an error that breaks a context.
+    Launches(u64),
+}
+
+impl Fault {
+    fn from_environment() -> Option<Self> {
+        let text = std::env::var("KVFERRY_EMULATOR_FAULT").ok()?;
+        match text.strip_prefix("launches=") {
+            Some(count) => count.parse().ok().map(Fault::Launches),
+            None => (text == "capture").then_some(Fault::Capture),
+        }
+    }
+}
+
 /// What captured graphs need too.
 #[derive(Debug)]
 struct Shared {
     library: Library,
     schedule: u32,
+    fault: Option<Fault>,
     state: Mutex<State>,
     /// Held while a stream's work is done, so that two who wait for one stream do it in order.
     working: [Mutex<()>; 2],
@@ -68,6 +88,8 @@ struct State {
     allocated: BTreeMap<u64, Allocation>,
     /// How much was ever allocated.
     allocations: u64,
+    /// How much was ever launched; counted where there is to be a fault.
+    launches: u64,
     /// The capture under way.
     capture: Option<Capture>,
     /// What each stream has yet to do.
@@ -171,6 +193,7 @@ impl Emulator {
             shared: Arc::new(Shared {
                 library,
                 schedule,
+                fault: Fault::from_environment(),
                 state: Mutex::default(),
                 working: Default::default(),
             }),
@@ -351,6 +374,14 @@ impl Backend for Emulator {
     }
 
     unsafe fn launch(&self, launch: &Launch<'_>) -> Result<()> {
+        if let Some(Fault::Launches(count)) = self.shared.fault {
+            let mut state = self.shared.state();
+            state.launches += 1;
+            if state.launches > count {
+                let code = "CUDA_ERROR_ILLEGAL_ADDRESS".into();
+                return Err(CudaError::Call { what: "cuLaunchKernel", code });
+            }
+        }
         let words = |argument: &&[u8]| {
             let mut words = vec![0u64; argument.len().div_ceil(8)];
             bytemuck::cast_slice_mut::<u64, u8>(&mut words)[..argument.len()].copy_from_slice(argument);
@@ -381,6 +412,10 @@ impl Backend for Emulator {
     fn begin_capture(&self) -> Result<()> {
         let mut state = self.shared.state();
         state.not_while_capturing("cuStreamBeginCapture", Some(Stream::Compute))?;
+        if self.shared.fault == Some(Fault::Capture) {
+            let code = "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED".into();
+            return Err(CudaError::Call { what: "cuStreamBeginCapture", code });
+        }
         state.capture =
             Some(Capture { thread: thread::current().id(), recorded: Vec::new(), named: BTreeSet::new() });
         Ok(())

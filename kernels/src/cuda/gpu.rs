@@ -92,6 +92,11 @@ impl Gpu {
         self.backend.is_emulated()
     }
 
+    /// Whether cuBLASLt computes products of many rows; else our own kernels do.
+    pub fn has_cublas(&self) -> bool {
+        self.backend.has_products()
+    }
+
     /// Free and all bytes of device memory.
     pub fn memory(&self) -> Result<(usize, usize)> {
         self.backend.memory()

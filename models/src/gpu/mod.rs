@@ -76,6 +76,8 @@ pub struct GpuLimits {
     pub max_rows: usize,
     /// Sequences of a step, and rows whose token is sampled.
     pub max_seqs: usize,
+    /// Decoding steps are launched kernel by kernel, not captured as graphs.
+    pub eager: bool,
 }
 
 impl GpuModel {
@@ -91,12 +93,12 @@ impl GpuModel {
         valid: &[bool],
     ) -> Result<Self, ModelError> {
         let refused = match dtype {
-            ComputeDtype::F32 => Some("f32"),
-            ComputeDtype::Int8 => Some("int8"),
+            ComputeDtype::F32 => Some(("--dtype f32", "bf16")),
+            ComputeDtype::Int8 => Some(("--quantization int8", "none")),
             ComputeDtype::Bf16 | ComputeDtype::Stored => None,
         };
-        if let Some(dtype) = refused {
-            return Err(ModelError::DeviceDtype { dtype, device: "cuda", expected: "bf16" });
+        if let Some((flag, expected)) = refused {
+            return Err(ModelError::DeviceDtype { flag, device: "cuda", expected });
         }
         let sizes = Sizes::new(config)?;
         let weights = weights::GpuWeights::load(gpu, config, weights, limits.max_len)?;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use kernels::KvPool;
 use kernels::cuda::attention::splits;
+use kernels::cuda::blocks::{Side, copy_blocks};
 use kernels::cuda::{Buffer, CudaError, Gpu, Graph, Pinned, PoolView};
 
 use super::classes::Class;
@@ -23,6 +24,7 @@ pub struct GpuModel {
     /// Before the buffers whose addresses they hold.
     graphs: HashMap<Class, Captured>,
     captures: usize,
+    eager: bool,
     gpu: Gpu,
     sizes: Sizes,
     eps: f32,
@@ -45,6 +47,8 @@ enum Captured {
     /// It ran once: kernels are loaded and libraries have chosen their algorithms, which a capture must not do.
     Seen,
     Graph(Graph),
+    /// It is launched kernel by kernel, because graphs are not wanted or the driver refused to capture it.
+    Plain,
 }
 
 impl GpuModel {
@@ -63,6 +67,7 @@ impl GpuModel {
         let bytes = Shape { rows, samples, ..Shape::default() }.bytes() + 4 * limits.max_len;
         Ok(Self {
             graphs: HashMap::new(),
+            eager: limits.eager,
             captures: 0,
             gpu: gpu.clone(),
             sizes,
@@ -132,16 +137,26 @@ impl GpuModel {
         }
     }
 
-    /// Runs a step of a class: plainly the first time, captured the second, from then on as a graph.
+    /// Runs a step of a class: plainly the first time, captured the second, from then on as a graph. A driver that does not
+    /// capture it costs speed, not the step.
     fn run_class(&mut self, class: Class, shape: Shape, pool: PoolView<'_>) -> Result<()> {
         match self.graphs.get(&class) {
             None => {
                 self.forward(shape, pool).launch(|_| Ok(()))?;
-                self.graphs.insert(class, Captured::Seen);
+                self.graphs.insert(class, if self.eager { Captured::Plain } else { Captured::Seen });
             }
+            Some(Captured::Plain) => self.forward(shape, pool).launch(|_| Ok(()))?,
             Some(Captured::Seen) => {
                 let forward = self.forward(shape, pool);
-                let graph = self.gpu.capture(|| forward.launch(|_| Ok(())))?;
+                let graph = match self.gpu.capture(|| forward.launch(|_| Ok(()))) {
+                    Ok(graph) => graph,
+                    Err(error) => {
+                        tracing::warn!(%error, class.rows, class.context, "a step is not captured as a graph, and runs slower");
+                        forward.launch(|_| Ok(()))?;
+                        self.graphs.insert(class, Captured::Plain);
+                        return Ok(());
+                    }
+                };
                 // SAFETY: the graph's buffers are this model's and the pool's; both outlive it, see `graphs`.
                 unsafe { graph.replay()? };
                 self.graphs.insert(class, Captured::Graph(graph));
@@ -231,4 +246,22 @@ impl Model for GpuModel {
     ) -> std::result::Result<Answer, String> {
         self.run(batch, draws, pool, progress).map_err(|error| error.to_string())
     }
+
+    fn check(&mut self) -> std::result::Result<(), String> {
+        // After an error that breaks the context every call fails, these too.
+        let works = || -> Result<()> {
+            let (from, to) = (self.gpu.zeroed(CHECKED)?, self.gpu.zeroed(CHECKED)?);
+            let side = |buffer| Side { blocks: buffer, ids: None };
+            copy_blocks(&self.gpu, side(to.view()), side(from.view()), 1, CHECKED)?;
+            self.gpu.synchronize()
+        };
+        match works() {
+            // Memory may be short for a moment; that is no reason to give up.
+            Err(CudaError::OutOfMemory { .. }) | Ok(()) => Ok(()),
+            Err(error) => Err(error.to_string()),
+        }
+    }
 }
+
+/// Bytes that a check copies.
+const CHECKED: usize = 4096;

@@ -17,7 +17,7 @@ use models::{ModelConfig, ModelFiles, TextFiles};
 
 use super::device::{self, Device};
 use crate::args::{DType, DeviceKind, Quantization, Role};
-use crate::config::{Config, KvCacheSize};
+use crate::config::{Config, DEFAULT_KV_CACHE, KvCacheSize};
 
 /// A model's text side, its KV pool and what computes on it.
 pub struct Compute {
@@ -83,7 +83,8 @@ fn load_model(config: &Config, dir: &Path) -> anyhow::Result<Compute> {
         Device::Cpu => Box::new(Qwen::load(&model_config, &weights, dtype, max_model_len)?),
         Device::Cuda(gpu) => {
             let (max_rows, max_seqs) = (config.max_num_batched_tokens, config.max_num_seqs);
-            let limits = GpuLimits { max_len: max_model_len, max_rows, max_seqs };
+            let limits =
+                GpuLimits { max_len: max_model_len, max_rows, max_seqs, eager: config.enforce_eager };
             Box::new(GpuModel::load(gpu, &model_config, &weights, dtype, limits, &valid)?)
         }
     };
@@ -151,6 +152,14 @@ fn max_model_len(config: &Config, model: &ModelConfig) -> anyhow::Result<usize> 
     }
 }
 
+/// Of a GPU's memory, what the process may use if nothing is said.
+const DEFAULT_SHARE: f64 = 0.9;
+
+/// What a process that uses `used` of `total` bytes may still take to have a share of them.
+fn share_of((total, used): (usize, usize), share: f64) -> usize {
+    ((total as f64 * share) as usize).saturating_sub(used)
+}
+
 /// The KV cache that `config` asks for, in the model's shape.
 fn kv_pool(config: &Config, model: &ModelConfig, device: &Device) -> anyhow::Result<KvPool> {
     let dtype = match (config.kv_cache_dtype, config.dtype) {
@@ -167,9 +176,24 @@ fn kv_pool(config: &Config, model: &ModelConfig, device: &Device) -> anyhow::Res
     let num_blocks = match config.kv_cache {
         KvCacheSize::Blocks(blocks) => blocks,
         KvCacheSize::Bytes(bytes) => (bytes.0 as usize) / layout.block_bytes(),
+        KvCacheSize::Default => {
+            let free = match device {
+                Device::Cpu => usize::MAX,
+                Device::Cuda(_) => share_of(device.memory()?, DEFAULT_SHARE),
+            };
+            free.min(DEFAULT_KV_CACHE.0 as usize) / layout.block_bytes()
+        }
         KvCacheSize::Share(share) => {
             let (total, used) = device.memory()?;
-            ((total as f64 * share) as usize).saturating_sub(used) / layout.block_bytes()
+            let bytes = share_of((total, used), share);
+            if bytes < layout.block_bytes() {
+                bail!(
+                    "--gpu-memory-utilization {share} leaves {bytes} bytes for the KV cache: {used} of the device's {total} \
+                     are this process's already, and a block has {}",
+                    layout.block_bytes()
+                );
+            }
+            bytes / layout.block_bytes()
         }
     };
     if num_blocks == 0 || num_blocks > u32::MAX as usize {
