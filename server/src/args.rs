@@ -157,7 +157,7 @@ pub struct Args {
     #[arg(long, value_name = "FRACTION", value_parser = fraction, help_heading = KV_CACHE)]
     #[arg(conflicts_with_all = ["kv_cache_memory_bytes", "num_kv_blocks"])]
     pub gpu_memory_utilization: Option<f64>,
-    /// Size of the KV cache in bytes (also 512MiB, 1GiB); 1GiB when neither this nor --num-kv-blocks is given.
+    /// Size of the KV cache in bytes (also 512MiB, 1GiB); when no size is given, 1GiB, or what 0.9 of a GPU leaves.
     #[arg(long, value_name = "SIZE", help_heading = KV_CACHE)]
     pub kv_cache_memory_bytes: Option<ByteSize>,
 

@@ -131,8 +131,10 @@ pub fn run(args: Args) -> Result<()> {
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let roof = self.roof.product_tflops.map_or("-".into(), |tflops| format!("{tflops:.1} TFLOP/s"));
-        let roof = self.roof.product_by.map_or(roof.clone(), |who| format!("{roof} by {who}"));
+        let roof = match (self.roof.product_tflops, self.roof.product_by) {
+            (Some(tflops), Some(by)) => format!("{tflops:.1} TFLOP/s by {by}"),
+            _ => "-".into(),
+        };
         writeln!(f, "{}: copies {:.0} GB/s, products {roof}\n", self.device, self.roof.copy_gb_per_s)?;
         let mut table =
             Table::new(&["<what", "ms", "tokens/s", "floor ms", "of floor", "TFLOP/s", "of roof"]);
