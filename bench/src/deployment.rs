@@ -76,6 +76,8 @@ pub struct Launcher {
     serve: PathBuf,
     /// Arguments of every process.
     args: Vec<String>,
+    /// Further ones of decode workers.
+    decode_args: Vec<String>,
     logs: TempDir,
     started: usize,
 }
@@ -86,7 +88,12 @@ impl Launcher {
         let logs = tempfile::Builder::new().prefix("kvferry-bench-").tempdir();
         let logs = logs.map_err(BenchError::io("a temporary folder for the logs"))?;
         let args = [vec!["--model".to_owned(), model.to_owned()], extra.to_vec()].concat();
-        Ok(Self { serve: serve_binary()?, args, logs, started: 0 })
+        Ok(Self { serve: serve_binary()?, args, decode_args: Vec::new(), logs, started: 0 })
+    }
+
+    /// `extra` goes to decode workers too.
+    pub fn with_decode_args(self, extra: &[String]) -> Self {
+        Self { decode_args: extra.to_vec(), ..self }
     }
 
     /// Starts the processes of `shape` and waits until all are ready.
@@ -107,7 +114,8 @@ impl Launcher {
                 let args = words(&[&["--role", "prefill"], &transport[..]].concat());
                 let prefill = spawn("prefill", args).await?;
                 let peer = ["--role", "decode", "--prefill", prefill.url()];
-                let decode = spawn("decode", words(&[&peer, &transport[..]].concat())).await?;
+                let args = [words(&[&peer, &transport[..]].concat()), self.decode_args.clone()].concat();
+                let decode = spawn("decode", args).await?;
                 (decode, Some(prefill))
             }
         };

@@ -66,6 +66,9 @@ pub struct Args {
     /// A further argument for every `serve`, such as --serve-arg=--block-size=32; repeat it for several.
     #[arg(long, value_name = "ARG", allow_hyphen_values = true)]
     serve_arg: Vec<String>,
+    /// A further argument for the decode worker, such as --decode-arg=--cpu-nice=0; repeat it for several.
+    #[arg(long, value_name = "ARG", allow_hyphen_values = true)]
+    decode_arg: Vec<String>,
     /// Do not compare answers: a GPU's rounding depends on what is computed together, and with random weights a tie is
     /// never far.
     #[arg(long)]
@@ -109,7 +112,7 @@ pub struct Cell {
 pub async fn run(args: Args) -> Result<()> {
     let began = Instant::now();
     let load_before = machine::load();
-    let mut launcher = Launcher::new(&args.model, &args.serve_args())?;
+    let mut launcher = Launcher::new(&args.model, &args.serve_args())?.with_decode_args(&args.decode_arg);
     let mut plan = None;
     let mut runs = Vec::new();
     for repeat in 0..args.repeats {

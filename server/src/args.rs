@@ -105,10 +105,11 @@ pub struct Args {
     #[arg(long, value_name = "CORES", value_parser = cpu_list, help_heading = MODEL)]
     pub cpu_affinity: Option<CpuList>,
 
-    /// How much compute threads give way to other processes (0 to 19, as nice(1)): for a decode worker that shares its
-    /// cores with a prefill worker, where first tokens matter more than the next ones.
-    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=19), help_heading = MODEL)]
-    pub cpu_nice: u8,
+    /// How much compute threads give way to other processes (0 to 19, as nice(1)). When not given 10 for --role decode, else
+    /// 0: where both roles share cores, prompts that wait for their first token go before further tokens of others. Linux
+    /// weighs only what was started from the same terminal (session) against each other.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=19), help_heading = MODEL)]
+    pub cpu_nice: Option<u8>,
 
     /// The CPU's instructions to compute with: portable, avx2, avx512, avx512-bf16 or amx-bf16; the best that it has when
     /// not given.

@@ -19,6 +19,10 @@ use crate::worker::presence::PresenceConfig;
 /// bf16, small enough for any machine that holds the weights.
 pub const DEFAULT_KV_CACHE: ByteSize = ByteSize(1 << 30);
 
+/// `--cpu-nice` of a decode worker: beside a prefill worker that computes it gets about a tenth of the cores they share, and
+/// tokens that come slower are computed more at a time.
+const DECODE_NICE: u8 = 10;
+
 /// Blocks are numbered within a step and hashed whole; beyond this a block is longer than most prompts.
 const MAX_BLOCK_SIZE: usize = 1024;
 
@@ -187,7 +191,7 @@ impl Config {
             threads: args.threads.unwrap_or_else(default_threads),
             cpu_isa: args.cpu_isa,
             cpu_affinity,
-            cpu_nice: args.cpu_nice,
+            cpu_nice: args.cpu_nice.unwrap_or(if args.role == Role::Decode { DECODE_NICE } else { 0 }),
             device: args.device,
             cuda_emulator: args.cuda_emulator,
             enforce_eager: args.enforce_eager,
@@ -292,6 +296,13 @@ mod tests {
         assert_eq!(config.kv_cache, KvCacheSize::Default);
         assert_eq!((config.block_size, config.max_num_batched_tokens, config.max_num_seqs), (16, 512, 64));
         assert_eq!(config.shutdown_grace, Duration::from_secs(30));
+    }
+
+    #[test]
+    fn only_a_decode_worker_gives_way_unasked() {
+        let nice = |flags: &[&str]| config(&[&["--model", "demo"], flags].concat()).unwrap().cpu_nice;
+        assert_eq!(["both", "prefill", "decode"].map(|role| nice(&["--role", role])), [0, 0, DECODE_NICE]);
+        assert_eq!(["both", "decode"].map(|role| nice(&["--role", role, "--cpu-nice", "3"])), [3, 3]);
     }
 
     #[test]

@@ -17,9 +17,6 @@ use crate::openai::{Api, Fields, parse_object, take_prompts};
 use crate::router::prompt::Prompt;
 use crate::text::Text;
 
-/// Bytes of English in a token, for prompts that nobody tokenizes.
-const TOKEN_BYTES: usize = 4;
-
 /// A longer answer is not booked for more than this when the request names no limit.
 const DEFAULT_MAX_TOKENS: usize = 256;
 
@@ -38,7 +35,7 @@ pub enum Naming {
     /// Not at all: only its length counts.
     None { block_size: usize },
     /// By the text.
-    Text { block_size: usize },
+    Text,
     /// By tokens, in blocks of this many.
     Tokens { text: Arc<Text>, block_size: usize },
 }
@@ -65,9 +62,9 @@ impl Asked {
     pub async fn read(api: Api, body: &[u8], naming: Naming) -> Result<Self, ApiError> {
         match naming {
             Naming::None { block_size } => {
-                Self::peek(body, |text| Prompt::unnamed(text.len().div_ceil(TOKEN_BYTES), block_size))
+                Self::peek(body, |text| Prompt::unnamed(text, block_size))
             }
-            Naming::Text { block_size } => Self::peek(body, |text| Prompt::from_text(text, block_size)),
+            Naming::Text => Self::peek(body, Prompt::from_text),
             Naming::Tokens { text, block_size } => Self::tokenize(api, body, text, block_size).await,
         }
     }
@@ -124,19 +121,19 @@ mod tests {
     use super::*;
 
     fn peek(body: &str) -> Result<Asked, ApiError> {
-        Asked::peek(body.as_bytes(), |text| Prompt::from_text(text, 16))
+        Asked::peek(body.as_bytes(), Prompt::from_text)
     }
 
     #[test]
     fn equal_beginnings_have_equal_names() {
         let chat = |tail: &str| {
-            let system = "You are a ferry. ".repeat(20);
+            let system = "You are a ferry. ".repeat(100);
             let body = format!(
                 r#"{{"messages":[{{"role":"system","content":"{system}"}},{{"role":"user","content":"{tail}"}}],"model":"m"}}"#
             );
             peek(&body).unwrap().prompt.keys
         };
-        let (one, other) = (chat(&"a".repeat(100)), chat(&"b".repeat(100)));
+        let (one, other) = (chat(&"a".repeat(500)), chat(&"b".repeat(500)));
         let same = one.iter().zip(other.iter()).take_while(|(a, b)| a == b).count();
         assert!((5..one.len()).contains(&same), "{same} of {}", one.len());
         // A name covers everything before it.
@@ -163,7 +160,7 @@ mod tests {
         }
         assert!(peek(r#"{"model":"a","model":"b"}"#).unwrap_err().message.contains("twice"));
         assert!(
-            Asked::peek(b"{\"a\":\"\xff\"}", |_| Prompt::unnamed(0, 16))
+            Asked::peek(b"{\"a\":\"\xff\"}", Prompt::from_text)
                 .unwrap_err()
                 .message
                 .contains("not UTF-8")

@@ -19,6 +19,7 @@ use crate::discovery::WorkerRecord;
 use crate::error::ApiError;
 use crate::events::subscriber::follow;
 use crate::readiness::State;
+use crate::router::prompt::TEXT_BLOCK_TOKENS;
 use crate::router::policies::{KvPolicy, KvWeights, LeastLoaded, PowerOfTwo, Random, RoundRobin};
 use crate::router::shared::{Router, RouterConfig};
 use crate::router::{RoutePolicy, WorkerId, WorkerRole};
@@ -78,7 +79,7 @@ impl Front {
         let block_size = self.router.block_size();
         match (self.text.get(), self.router.uses_overlap()) {
             (_, false) => Naming::None { block_size },
-            (None, true) => Naming::Text { block_size },
+            (None, true) => Naming::Text,
             (Some(text), true) => Naming::Tokens { text: text.clone(), block_size },
         }
     }
@@ -242,11 +243,13 @@ impl Front {
         }
         let sample = *worker.sample();
         record.capacity_blocks = record.capacity_blocks.or(sample.num_blocks);
-        record.block_size = match self.model {
-            Some(_) => record.block_size.or(sample.block_size.map(|size| size as u32)),
-            // Blocks of text are the same for every worker.
-            None => None,
-        };
+        record.block_size = record.block_size.or(sample.block_size.map(|size| size as u32));
+        if self.model.is_none() {
+            // Blocks of text are the same for every worker; a capacity in blocks of unknown size is of no use.
+            let size = record.block_size.take().map(u64::from);
+            let blocks = |(blocks, size): (u64, u64)| blocks * size / TEXT_BLOCK_TOKENS as u64;
+            record.capacity_blocks = record.capacity_blocks.zip(size).map(blocks);
+        }
         if worker.life().is_none_or(|before| before.id != id) {
             tracing::info!(worker = worker.name, id = %id, "a worker's process was met for the first time");
         }
@@ -327,8 +330,8 @@ fn router_config(config: &FrontendConfig, model: Option<String>) -> RouterConfig
         policy,
         // Events name blocks of tokens, and without a tokenizer there are none here.
         kv_events: config.kv_events && model.is_some(),
+        block_size: model.is_none().then_some(TEXT_BLOCK_TOKENS),
         model: model.unwrap_or_default(),
-        block_size: None,
         kv_degrade: config.kv_degrade,
         kv_events_required: config.kv_events_required,
         kv_events_patience: EVENTS_PATIENCE,

@@ -7,8 +7,14 @@ use engine::hash;
 
 use super::policy::{BlockKey, RequestBlocks};
 
-/// Bytes of text in a block where there are no tokens: about 16 tokens of English.
-const TEXT_BLOCK: usize = 64;
+/// Bytes of English in a token, for texts that nobody tokenizes.
+const TOKEN_BYTES: usize = 4;
+
+/// Tokens in a block of text, estimated. More than workers have in theirs: a shorter beginning is hardly worth a detour, and
+/// an index entry for each few words would take longer to keep than the request takes to relay.
+pub const TEXT_BLOCK_TOKENS: usize = 64;
+
+const TEXT_BLOCK: usize = TEXT_BLOCK_TOKENS * TOKEN_BYTES;
 
 /// A prompt's blocks; cheap to clone.
 #[derive(Clone, Debug)]
@@ -34,22 +40,21 @@ impl Prompt {
         }
     }
 
-    /// Blocks of a text that is not tokenized here, for workers that are no kvferry workers: these names are known to
-    /// nobody else, so that only the approximate index can use them.
-    pub fn from_text(text: &[u8], block_size: usize) -> Self {
+    /// Blocks of [`TEXT_BLOCK_TOKENS`] of a text that is not tokenized here. These names are known to nobody else, so that
+    /// only the approximate index can use them.
+    pub fn from_text(text: &[u8]) -> Self {
         let mut parent = hash::root(Some("kvferry text"));
         let name = |block: &[u8]| {
             parent = hash::chain_bytes(parent, block);
             BlockKey(parent.key())
         };
         let keys: Arc<[_]> = text.chunks_exact(TEXT_BLOCK).map(name).collect();
-        // As many tokens as make the blocks come out even, so that the load terms keep their unit.
-        let num_tokens = (text.len() * block_size.max(1)).div_ceil(TEXT_BLOCK);
-        Self { keys, num_tokens, block_size: block_size.max(1) }
+        Self { keys, num_tokens: text.len().div_ceil(TOKEN_BYTES), block_size: TEXT_BLOCK_TOKENS }
     }
 
-    /// A prompt of which only the length is known.
-    pub fn unnamed(num_tokens: usize, block_size: usize) -> Self {
+    /// A prompt whose blocks nobody looks at.
+    pub fn unnamed(text: &[u8], block_size: usize) -> Self {
+        let num_tokens = text.len().div_ceil(TOKEN_BYTES);
         Self { keys: Arc::default(), num_tokens, block_size: block_size.max(1) }
     }
 
@@ -84,11 +89,10 @@ mod tests {
 
     #[test]
     fn texts_share_what_they_begin_with() {
-        let text = |tail: char| "a system prompt for all ".repeat(20) + &tail.to_string().repeat(100);
-        let (one, two) =
-            (Prompt::from_text(text('x').as_bytes(), 16), Prompt::from_text(text('y').as_bytes(), 16));
+        let text = |tail: char| "a system prompt for all ".repeat(80) + &tail.to_string().repeat(400);
+        let (one, two) = (Prompt::from_text(text('x').as_bytes()), Prompt::from_text(text('y').as_bytes()));
         let same = one.keys.iter().zip(two.keys.iter()).take_while(|(a, b)| a == b).count();
-        assert_eq!((same, one.keys.len(), one.blocks().num_blocks()), (7, 9, 10));
-        assert_eq!(Prompt::from_text(b"", 16).blocks().num_blocks(), 0);
+        assert_eq!((same, one.keys.len(), one.blocks().num_blocks(), one.num_tokens), (7, 9, 10, 580));
+        assert_eq!(Prompt::from_text(b"").blocks().num_blocks(), 0);
     }
 }
