@@ -61,9 +61,7 @@ impl Asked {
     /// Reads `body`. Errors: it is no JSON object, or, where prompts are tokenized, one that cannot be.
     pub async fn read(api: Api, body: &[u8], naming: Naming) -> Result<Self, ApiError> {
         match naming {
-            Naming::None { block_size } => {
-                Self::peek(body, |text| Prompt::unnamed(text, block_size))
-            }
+            Naming::None { block_size } => Self::peek(body, |text| Prompt::unnamed(text, block_size)),
             Naming::Text => Self::peek(body, Prompt::from_text),
             Naming::Tokens { text, block_size } => Self::tokenize(api, body, text, block_size).await,
         }
@@ -160,10 +158,7 @@ mod tests {
         }
         assert!(peek(r#"{"model":"a","model":"b"}"#).unwrap_err().message.contains("twice"));
         assert!(
-            Asked::peek(b"{\"a\":\"\xff\"}", Prompt::from_text)
-                .unwrap_err()
-                .message
-                .contains("not UTF-8")
+            Asked::peek(b"{\"a\":\"\xff\"}", Prompt::from_text).unwrap_err().message.contains("not UTF-8")
         );
     }
 }
