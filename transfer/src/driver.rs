@@ -24,9 +24,12 @@ use crate::ucx::Setting;
 /// ahead waits.
 const QUEUE: usize = 1024;
 
-/// Sleep while nothing is under way: how late an unexpected notification may be. 500 polls a second cost less
-/// than 1 % of a core.
+/// Sleep while nothing is under way: how late an unexpected notification may be.
 const IDLE: Duration = Duration::from_millis(2);
+
+/// The longest sleep, after long quiet. On cores that compute, a poll finds all caches cold and takes 40 to 90 us, and the
+/// kernel that it interrupts takes some more to catch up: 500 a second on both sides made a prompt 5 % slower.
+const LONG_IDLE: Duration = Duration::from_millis(10);
 
 /// Polls that only yield after the last sign of progress, before the thread starts to sleep between polls.
 const YIELDS: u32 = 16;
@@ -35,13 +38,14 @@ const YIELDS: u32 = 16;
 /// leave the core to whoever produces the traffic.
 const NAP: Duration = Duration::from_micros(30);
 
-/// The same while peers compute what they will write, as a share of the time that nothing has come for, and at most
-/// [`IDLE`]: what comes is seen later by less than two hundredths of its own time, and a prompt of seconds, on cores that both
-/// sides share, is not interrupted thousands of times a second: naps of 500 us took 3 % of a core.
+/// While peers compute what they will write, a nap is this share of the time that nothing has come for, and at most
+/// [`LONG_IDLE`]: what comes is seen later by less than two hundredths of its own time, and a prompt of seconds, on cores that
+/// both sides share, is left alone.
 const NAP_SHARE: u32 = 64;
 
-/// Processor time of a poll above which it moved bytes, though nothing was completed by it.
-const WORKED: Duration = Duration::from_micros(40);
+/// Processor time of a poll above which it moved bytes, though nothing was completed by it: well above that of a poll that
+/// only finds its caches cold, which would otherwise keep the thread awake for nothing; that of some 600 KB.
+const WORKED: Duration = Duration::from_micros(120);
 
 /// How long traffic is about to come after the owner has said so.
 const EXPECTED: Duration = Duration::from_millis(20);
@@ -173,7 +177,8 @@ impl Driver {
         let mut fruitless = 0;
         let mut last_sign = Instant::now();
         loop {
-            let nap = if self.is_hot() { self.nap(fruitless, last_sign.elapsed()) } else { Some(IDLE) };
+            let quiet = last_sign.elapsed();
+            let nap = if self.is_hot() { self.nap(fruitless, quiet) } else { Some(share_of(quiet, IDLE)) };
             let command = match nap {
                 Some(nap) => queue.recv_timeout(nap).map_err(|e| matches!(e, RecvTimeoutError::Disconnected)),
                 None => queue.try_recv().map_err(|e| matches!(e, TryRecvError::Disconnected)),
@@ -218,7 +223,7 @@ impl Driver {
             }
             return None;
         }
-        Some(if awaited { NAP } else { (quiet / NAP_SHARE).clamp(NAP, IDLE) })
+        Some(if awaited { NAP } else { share_of(quiet, NAP) })
     }
 
     fn obey(&mut self, command: Command) {
@@ -314,6 +319,11 @@ impl Driver {
         }
         known.clone()
     }
+}
+
+/// How long to sleep after so much quiet, at least `least`.
+fn share_of(quiet: Duration, least: Duration) -> Duration {
+    (quiet / NAP_SHARE).clamp(least, LONG_IDLE)
 }
 
 /// Processor time of the calling thread.

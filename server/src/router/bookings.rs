@@ -4,6 +4,7 @@
 //! the first token, all of it with the request. Invariants: what a booking added is what its end takes away, so a worker
 //! without bookings has no load; blocks that several bookings share count once.
 
+use std::collections::hash_map::Entry;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -81,6 +82,7 @@ impl Bookings {
         serving.last_turn = turn;
         serving.gone = false;
         serving.load.active_requests += 1;
+        serving.blocks.reserve(order.keys.len());
         for key in order.keys.iter() {
             let holders = serving.blocks.entry(*key).or_default();
             *holders += 1;
@@ -128,10 +130,12 @@ impl Bookings {
         active.load.active_requests -= 1;
         active.load.decode_blocks -= open.private_blocks;
         for key in open.order.keys.iter() {
-            let holders = active.blocks.get_mut(key).expect("booked with the same names. This is a bug.");
-            *holders -= 1;
-            if *holders == 0 {
-                active.blocks.remove(key);
+            let Entry::Occupied(mut holders) = active.blocks.entry(*key) else {
+                unreachable!("it was booked with the same names. This is a bug.")
+            };
+            *holders.get_mut() -= 1;
+            if *holders.get() == 0 {
+                holders.remove();
                 active.load.decode_blocks -= 1;
             }
         }

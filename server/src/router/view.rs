@@ -48,6 +48,8 @@ pub struct WorkerView {
     pub capacity_blocks: Option<u64>,
     /// Blocks that the index knows of it.
     pub cached_blocks: u64,
+    /// Those of them that some request found there: what would be missed. All of them where nobody keeps count.
+    pub reused_blocks: u64,
     /// Leading blocks of this request that it holds, by the index.
     pub overlap_blocks: u32,
     /// Leading blocks of this request that running requests hold there already.

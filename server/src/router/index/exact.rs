@@ -16,13 +16,33 @@ pub struct Stored {
     pub orphan: bool,
 }
 
-/// A worker's blocks, and how deep each is in its chain. The number that goes with a holder is the place in here.
+/// A worker's blocks, and what is known of each. The number that goes with a holder is the place in here.
 #[derive(Debug, Default)]
 struct Own {
     keys: Vec<BlockKey>,
-    depths: Vec<u16>,
+    facts: Vec<Facts>,
+    /// Blocks that some request found.
+    reused: usize,
     /// Blocks given up to stay within the limit.
     given_up: u64,
+}
+
+/// How deep a block is in its chain, and whether some request has found it.
+#[derive(Clone, Copy, Debug)]
+struct Facts(u16);
+
+impl Facts {
+    const REUSED: u16 = 1 << 15;
+    /// Also of blocks whose depth is not known: the first to be given up.
+    const DEEPEST: u16 = Self::REUSED - 1;
+
+    fn depth(self) -> u16 {
+        self.0 & Self::DEEPEST
+    }
+
+    fn is_reused(self) -> bool {
+        self.0 & Self::REUSED != 0
+    }
 }
 
 /// Index of the workers that say what they hold.
@@ -57,13 +77,34 @@ impl ExactIndex {
 
     /// Bytes allocated.
     pub fn bytes(&self) -> usize {
-        let own = |own: &Own| own.keys.capacity() * 8 + own.depths.capacity() * 2;
+        let own = |own: &Own| own.keys.capacity() * 8 + own.facts.capacity() * size_of::<Facts>();
         self.holdings.bytes() + self.workers.iter().map(|(_, _, kept)| own(kept)).sum::<usize>()
     }
 
     /// Blocks of one worker.
     pub fn blocks_of(&self, worker: WorkerId) -> usize {
         self.workers.find(worker).map_or(0, |slot| self.workers.get(slot).keys.len())
+    }
+
+    /// Blocks of one worker that some request has found there since they were stored.
+    pub fn reused_of(&self, worker: WorkerId) -> usize {
+        self.workers.find(worker).map_or(0, |slot| self.workers.get(slot).reused)
+    }
+
+    /// A request finds the chain `keys`, which begins a prompt, on the worker. Of a chain that was found before only what
+    /// is longer now is looked at.
+    pub fn reuse(&mut self, worker: WorkerId, keys: &[BlockKey]) {
+        let Some(slot) = self.workers.find(worker) else { return };
+        for key in keys.iter().rev() {
+            let Some(at) = self.holdings.get(*key, slot) else { continue };
+            let own = self.workers.get_mut(slot);
+            let facts = &mut own.facts[at as usize];
+            if facts.is_reused() {
+                return;
+            }
+            facts.0 |= Facts::REUSED;
+            own.reused += 1;
+        }
     }
 
     /// Names of a worker's blocks, in no order: for audits.
@@ -96,9 +137,8 @@ impl ExactIndex {
         let above = parent.map(|parent| self.holdings.get(parent, slot));
         let first_depth = match above {
             None => 0,
-            Some(Some(at)) => self.workers.get(slot).depths[at as usize].saturating_add(1),
-            // Of unknown depth: the first to be given up.
-            Some(None) => u16::MAX,
+            Some(Some(at)) => self.workers.get(slot).facts[at as usize].depth() + 1,
+            Some(None) => Facts::DEEPEST,
         };
         let mut new = 0;
         let own = self.workers.get_mut(slot);
@@ -108,7 +148,7 @@ impl ExactIndex {
             for key in chunk {
                 if self.holdings.add(*key, slot, own.keys.len() as u32) {
                     own.keys.push(*key);
-                    own.depths.push(depth);
+                    own.facts.push(Facts(depth.min(Facts::DEEPEST)));
                     new += 1;
                 }
                 depth = depth.saturating_add(1);
@@ -156,14 +196,14 @@ impl ExactIndex {
         let Some(at) = self.holdings.remove(key, slot) else { return false };
         let own = self.workers.get_mut(slot);
         own.keys.swap_remove(at as usize);
-        own.depths.swap_remove(at as usize);
+        own.reused -= usize::from(own.facts.swap_remove(at as usize).is_reused());
         if let Some(moved) = own.keys.get(at as usize) {
             self.holdings.insert(*moved, slot, at);
         }
         self.len -= 1;
         if own.keys.len() * 4 < own.keys.capacity() {
             own.keys.shrink_to(own.keys.len() * 2);
-            own.depths.shrink_to(own.keys.len() * 2);
+            own.facts.shrink_to(own.keys.len() * 2);
         }
         true
     }
@@ -181,7 +221,9 @@ impl ExactIndex {
             let Some((slot, _, own)) = largest.filter(|(_, _, own)| !own.keys.is_empty()) else { return };
             let count = own.keys.len().div_ceil(GIVE_UP);
             let mut order: Vec<u32> = (0..own.keys.len() as u32).collect();
-            order.select_nth_unstable_by_key(count - 1, |at| std::cmp::Reverse(own.depths[*at as usize]));
+            order.select_nth_unstable_by_key(count - 1, |at| {
+                std::cmp::Reverse(own.facts[*at as usize].depth())
+            });
             let deepest: Vec<_> = order[..count].iter().map(|at| own.keys[*at as usize]).collect();
             let removed = deepest.into_iter().filter(|key| self.remove_one(slot, *key)).count();
             self.workers.get_mut(slot).given_up += removed as u64;

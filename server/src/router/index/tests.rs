@@ -25,8 +25,24 @@ const ENOUGH: usize = 1 << 30;
 
 #[derive(Clone, Debug)]
 enum Step {
-    Store { worker: u64, path: u32, from: usize, len: usize },
-    Remove { worker: u64, path: u32, from: usize, len: usize },
+    Store {
+        worker: u64,
+        path: u32,
+        from: usize,
+        len: usize,
+    },
+    Remove {
+        worker: u64,
+        path: u32,
+        from: usize,
+        len: usize,
+    },
+    /// A request finds as much of a path as the worker holds.
+    Reuse {
+        worker: u64,
+        path: u32,
+        len: usize,
+    },
     Clear(u64),
     Leave(u64),
 }
@@ -35,7 +51,8 @@ fn steps(workers: u64) -> impl Strategy<Value = Vec<Step>> {
     let chain = (0..workers, 0_u32..32, 0_usize..12, 1_usize..12);
     let step = prop_oneof![
         8 => chain.clone().prop_map(|(worker, path, from, len)| Step::Store { worker, path, from, len }),
-        4 => chain.prop_map(|(worker, path, from, len)| Step::Remove { worker, path, from, len }),
+        4 => chain.clone().prop_map(|(worker, path, from, len)| Step::Remove { worker, path, from, len }),
+        4 => chain.prop_map(|(worker, path, _, len)| Step::Reuse { worker, path, len }),
         1 => (0..workers).prop_map(Step::Clear),
         1 => (0..workers).prop_map(Step::Leave),
     ];
@@ -50,7 +67,7 @@ fn overlap(model: &Model, worker: u64, keys: &[BlockKey]) -> u32 {
 }
 
 fn check_exact(steps: Vec<Step>, workers: u64) -> Result<(), TestCaseError> {
-    let (mut index, mut model) = (ExactIndex::new(ENOUGH), Model::new());
+    let (mut index, mut model, mut reused) = (ExactIndex::new(ENOUGH), Model::new(), Model::new());
     for step in steps {
         match step {
             Step::Store { worker, path, from, len } => {
@@ -67,14 +84,24 @@ fn check_exact(steps: Vec<Step>, workers: u64) -> Result<(), TestCaseError> {
                 let held = model.entry(worker).or_default();
                 let removed = keys.iter().filter(|key| held.remove(key)).count();
                 prop_assert_eq!(index.remove(WorkerId(worker), keys), removed);
+                keys.iter().for_each(|key| drop(reused.entry(worker).or_default().remove(key)));
+            }
+            Step::Reuse { worker, path, len } => {
+                let keys = prompt(path, len);
+                let found = &keys[..overlap(&model, worker, &keys) as usize];
+                index.reuse(WorkerId(worker), found);
+                let known = reused.entry(worker).or_default();
+                let _ = found.iter().rev().take_while(|key| known.insert(**key)).count();
             }
             Step::Clear(worker) => {
                 index.clear(WorkerId(worker));
                 model.remove(&worker);
+                reused.remove(&worker);
             }
             Step::Leave(worker) => {
                 index.remove_worker(WorkerId(worker));
                 model.remove(&worker);
+                reused.remove(&worker);
             }
         }
         prop_assert_eq!(index.len(), model.values().map(BTreeSet::len).sum::<usize>());
@@ -86,6 +113,7 @@ fn check_exact(steps: Vec<Step>, workers: u64) -> Result<(), TestCaseError> {
         keys.sort_unstable();
         let held: Vec<_> = model.get(&worker).into_iter().flatten().copied().collect();
         prop_assert_eq!(keys, held);
+        prop_assert_eq!(index.reused_of(WorkerId(worker)), reused.get(&worker).map_or(0, BTreeSet::len));
     }
     for path in 0..32 {
         let keys = prompt(path, 30);

@@ -103,11 +103,13 @@ fn by_load(a: &WorkerView, b: &WorkerView) -> Ordering {
     load(a).cmp(&load(b)).then_with(|| filled(a, b)).then(a.last_turn.cmp(&b.last_turn))
 }
 
-/// By the share of the cache that is filled where both said how large it is, else by blocks.
+/// By the share of the cache that is filled, with what would be missed first, where both said how large it is; else by blocks.
 fn filled(a: &WorkerView, b: &WorkerView) -> Ordering {
-    match (a.capacity_blocks, b.capacity_blocks) {
-        (Some(of_a), Some(of_b)) => (u128::from(a.cached_blocks) * u128::from(of_b))
-            .cmp(&(u128::from(b.cached_blocks) * u128::from(of_a))),
-        _ => a.cached_blocks.cmp(&b.cached_blocks),
-    }
+    let by = |blocks: fn(&WorkerView) -> u64| match (a.capacity_blocks, b.capacity_blocks) {
+        (Some(of_a), Some(of_b)) => {
+            (u128::from(blocks(a)) * u128::from(of_b)).cmp(&(u128::from(blocks(b)) * u128::from(of_a)))
+        }
+        _ => blocks(a).cmp(&blocks(b)),
+    };
+    by(|worker| worker.reused_blocks).then_with(|| by(|worker| worker.cached_blocks))
 }

@@ -303,6 +303,8 @@ impl Router {
             if let Some(entry) = state.workers.get_mut(&worker) {
                 entry.requests += 1;
             }
+            let overlap = cluster.get(worker).map_or(0, |view| view.overlap_blocks as usize);
+            state.exact.reuse(worker, &prompt.keys[..overlap.min(prompt.keys.len())]);
             // What a worker says of itself is better, and need not be guessed beside; but for what it has not said yet.
             let guessed = self.config.predicted_ttl.is_some()
                 || cluster.get(worker).is_some_and(|view| view.index != IndexSource::Events);
@@ -362,6 +364,7 @@ impl Router {
                 load,
                 capacity_blocks: entry.record.capacity_blocks,
                 cached_blocks: state.cached_blocks(*id, source),
+                reused_blocks: state.reused_blocks(*id, source),
                 overlap_blocks,
                 active_blocks: state.bookings.active_blocks(*id, keys),
                 last_turn: state.bookings.last_turn(*id),
@@ -444,6 +447,13 @@ impl State {
         self.exact.remove_worker(worker);
         self.recent.remove_worker(worker);
         self.bookings.remove_worker(worker);
+    }
+
+    fn reused_blocks(&self, worker: WorkerId, source: IndexSource) -> u64 {
+        match source {
+            IndexSource::Events => self.exact.reused_of(worker) as u64,
+            IndexSource::Approximate | IndexSource::None => self.cached_blocks(worker, source),
+        }
     }
 
     fn cached_blocks(&self, worker: WorkerId, source: IndexSource) -> u64 {
