@@ -34,9 +34,13 @@ const LONG_IDLE: Duration = Duration::from_millis(10);
 /// Polls that only yield after the last sign of progress, before the thread starts to sleep between polls.
 const YIELDS: u32 = 16;
 
-/// Sleep between fruitless polls while traffic is expected: far below a transfer's milliseconds, long enough to
-/// leave the core to whoever produces the traffic.
+/// The shortest sleep between fruitless polls: far below a transfer's milliseconds, long enough to leave the core to whoever
+/// produces the traffic.
 const NAP: Duration = Duration::from_micros(30);
+
+/// While a transfer of ours is under way, a nap is this share of the time that nothing has happened for, and at most
+/// [`IDLE`]: one that takes 40 ms because its cores compute is not asked for a thousand times.
+const AWAITED_SHARE: u32 = 16;
 
 /// While peers compute what they will write, a nap is this share of the time that nothing has come for, and at most
 /// [`LONG_IDLE`]: what comes is seen later by less than two hundredths of its own time, and a prompt of seconds, on cores that
@@ -223,7 +227,7 @@ impl Driver {
             }
             return None;
         }
-        Some(if awaited { NAP } else { share_of(quiet, NAP) })
+        Some(if awaited { (quiet / AWAITED_SHARE).clamp(NAP, IDLE) } else { share_of(quiet, NAP) })
     }
 
     fn obey(&mut self, command: Command) {
