@@ -43,9 +43,9 @@ const NAP: Duration = Duration::from_micros(30);
 const AWAITED_SHARE: u32 = 16;
 
 /// While peers compute what they will write, a nap is this share of the time that nothing has come for, and at most
-/// [`LONG_IDLE`]: what comes is seen later by less than two hundredths of its own time, and a prompt of seconds, on cores that
-/// both sides share, is left alone.
-const NAP_SHARE: u32 = 64;
+/// [`LONG_IDLE`]: what comes is seen later by a sixteenth of its own time at most, and a prompt of seconds, on cores that both
+/// sides share, is left alone.
+const NAP_SHARE: u32 = 16;
 
 /// Processor time of a poll above which it moved bytes, though nothing was completed by it: well above that of a poll that
 /// only finds its caches cold, which would otherwise keep the thread awake for nothing; that of some 600 KB.
