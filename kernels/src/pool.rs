@@ -33,7 +33,7 @@ unsafe impl Send for KvPool {}
 unsafe impl Sync for KvPool {}
 
 impl KvPool {
-    /// Reserves `num_blocks` blocks. Pages are touched as they are used; huge pages are asked for.
+    /// Reserves `num_blocks` blocks. Pages come as they are used, or by [`KvPool::populate`]; huge pages are asked for.
     ///
     /// Errors: the mapping is refused (too large for the address space or the overcommit limit).
     pub fn new(layout: KvLayout, num_blocks: usize) -> io::Result<Self> {

@@ -221,23 +221,23 @@ fn kv_pool(config: &Config, model: &ModelConfig, device: &Device) -> anyhow::Res
 /// Tokens whose KV has its pages before anybody asks for them, as far as the pool has so many.
 const POPULATED_TOKENS: usize = 16_384;
 
-/// Gives the pool its first pages while nothing else is to do: a prompt's KV takes thousands of them here and again on the
+/// Gives the pool its first pages before prompts need them: a prompt's KV takes thousands of them here and again on the
 /// decode worker, and clearing them would make the first prompts some 5 % slower.
 fn populate(pool: &Arc<KvPool>) {
-    let layout = pool.layout();
-    let blocks = pool.num_blocks().min(POPULATED_TOKENS / layout.block_size);
-    let piece = ((8 << 20) / layout.block_bytes()).max(1);
+    let blocks = pool.num_blocks().min(POPULATED_TOKENS / pool.layout().block_size);
+    // A huge page at a time, and half of the time nothing. Not at a low priority: the address space is locked meanwhile, and
+    // who waits for that would wait for a thread that gets no processor.
+    let piece = ((2 << 20) / pool.layout().block_bytes()).max(1);
     let pool = Arc::downgrade(pool);
     let work = move || {
-        // It is in nobody's way if it does not get the processor.
-        let outcome = kernels::cpu::priority::give_way(19).and_then(|()| {
-            (0..blocks).step_by(piece).try_for_each(|start| match pool.upgrade() {
-                Some(pool) => pool.populate(start..(start + piece).min(blocks)),
-                None => Ok(()),
-            })
-        });
-        if let Err(error) = outcome {
-            tracing::debug!(%error, "the KV pool's pages are made as they are used");
+        for start in (0..blocks).step_by(piece) {
+            let Some(pool) = pool.upgrade() else { return };
+            let began = Instant::now();
+            if let Err(error) = pool.populate(start..(start + piece).min(blocks)) {
+                return tracing::debug!(%error, "the KV pool's pages are made as they are used");
+            }
+            drop(pool);
+            std::thread::sleep(began.elapsed());
         }
     };
     if let Err(error) = std::thread::Builder::new().name("kv-pages".into()).spawn(work) {
