@@ -17,9 +17,10 @@ pub fn repository() -> &'static Path {
 
 /// The folder with the binaries of the profile that the running test was built in, such as `target/release`.
 pub fn profile_dir() -> PathBuf {
-    let test = std::env::current_exe().expect("the test executable has a path");
-    let dir = test.ancestors().nth(2).expect("test executables are in target/PROFILE/deps. This is a bug.");
-    dir.to_owned()
+    let executable = std::env::current_exe().expect("the executable has a path");
+    let dir = executable.parent().expect("an executable lies in a folder. This is a bug.");
+    // Tests are in target/PROFILE/deps, programs in target/PROFILE.
+    dir.parent().filter(|_| dir.ends_with("deps")).unwrap_or(dir).to_owned()
 }
 
 /// The `serve` binary beside the running test, up to date. Built at most once in each test process.
