@@ -38,9 +38,9 @@ pub struct FrontendArgs {
     /// one other request loses requests whose prefix it has to an idle one, and prefixes end up everywhere.
     #[arg(long, value_name = "FACTOR", default_value_t = 3.0, value_parser = not_negative, help_heading = ROUTER)]
     pub router_prefill_load_scale: f64,
-    /// Cost of each cached block that would have to make room for a prompt and be missed: one that some request has found
-    /// since it was stored, as far as events tell. Dynamo has no such cost (0): a prompt then leaves a busy worker that has
-    /// it for one whose cache is full, and others lose their place in turn.
+    /// Cost of each cached block that would have to make room for a prompt; twice for one that some request has found since it
+    /// was stored. Dynamo has no such cost (0): a prompt then leaves a busy worker that has it for one whose cache is full, and
+    /// others lose their place in turn.
     #[arg(long, value_name = "FACTOR", default_value_t = 10.0, value_parser = not_negative, help_heading = ROUTER)]
     pub router_eviction_weight: f64,
     /// What one running request costs, in blocks.

@@ -8,16 +8,17 @@
 //! prefill:        prefill cost
 //! prefill cost  = scale * max(0, prompt blocks waiting and this prompt's - credit) + eviction * evicted blocks + weight * requests
 //! credit        = overlap credit * overlap blocks / (1 + decay * excess prompt blocks / this prompt's blocks)
-//! evicted       = max(0, this prompt's blocks that are not cached there - blocks there that nobody would miss)
+//! evicted       = max(0, this prompt's blocks that are not cached there - blocks that are free there)
+//!               + max(0, the same - blocks there that nobody would miss)
 //! ```
 //!
 //! The excess is over the least loaded candidate. Decode blocks are those after admission; shared ones count once.
 //!
 //! Evicted blocks are what Dynamo's cost lacks: a prompt that leaves the worker that has it, because others run there for
 //! a moment, pushes another prompt out of the cache where it goes, which then has to go elsewhere in turn. Where caches
-//! are nearly as large as what is in use, that goes on for ever. Nobody misses what is free, nor blocks that no request has
-//! found since they were stored, such as the ends of prompts and answers: so a prompt that has lost its place goes where
-//! fewest others have theirs.
+//! are nearly as large as what is in use, that goes on for ever. Blocks that some request has found since they were stored
+//! count twice: so a prompt that has lost its place goes where fewest others have theirs, and not to the one that has most
+//! of them but happens to be idle. Nothing is evicted where there is room.
 
 use crate::router::policies::select::{Candidates, lowest};
 use crate::router::policy::{Choice, Draw, Leg, NoWorker, Reason, RequestBlocks, RoutePolicy, Score};
@@ -33,7 +34,7 @@ pub struct KvWeights {
     pub overlap_score_credit_decay: f64,
     /// `--router-prefill-load-scale`
     pub prefill_load_scale: f64,
-    /// `--router-eviction-weight`: of a block that has to make room and would be missed; 0 is Dynamo's cost.
+    /// `--router-eviction-weight`: of a block that has to make room; 0 is Dynamo's cost.
     pub eviction_weight: f64,
     /// `--router-decode-active-request-weight`
     pub decode_active_request_weight: f64,
@@ -153,13 +154,14 @@ impl KvPolicy {
     }
 }
 
-/// Blocks in use again and again that the prompt would push out. Prompts that are being computed take the room first.
+/// Cached blocks that the prompt would push out, those that would be missed twice. Prompts that are being computed take the
+/// room first.
 fn evicted_blocks(request: &RequestBlocks<'_>, worker: &WorkerView, overlap: u32) -> f64 {
     let Some(capacity) = worker.capacity_blocks else { return 0.0 };
     let coming = worker.load.prefill_tokens.div_ceil(request.block_size.max(1) as u64);
-    let room = capacity.saturating_sub(worker.reused_blocks).saturating_sub(coming);
     let new = (request.num_blocks() as u64).saturating_sub(u64::from(overlap));
-    new.saturating_sub(room) as f64
+    let beside = |kept: u64| new.saturating_sub(capacity.saturating_sub(kept).saturating_sub(coming)) as f64;
+    beside(worker.cached_blocks) + beside(worker.reused_blocks)
 }
 
 /// Weights are checked, but their product with a load can still overflow.

@@ -201,11 +201,13 @@ fn a_prompt_without_a_place_goes_where_fewest_have_theirs() {
     for (worker, reused) in view.workers.iter_mut().zip([950, 600, 800]) {
         (worker.cached_blocks, worker.reused_blocks) = (1000, reused);
     }
-    // It has most to do of the three.
+    // It has most to do of the three, and all are full.
     view.workers[1].load = Load { prefill_tokens: 300, decode_blocks: 144, active_requests: 1 };
     let weights = KvWeights { prefill_load_scale: 3.0, eviction_weight: 10.0, ..KvWeights::default() };
     let choice = KvPolicy { weights }.choose(&prompt(4000), &view, draw(1)).unwrap();
-    assert_eq!((choice.serve, choice.scores[1].evicted_blocks), (WorkerId(2), 0.0));
+    // 250 blocks, which would push out 250; of the first worker 200 that somebody came back for.
+    assert_eq!((choice.serve, choice.scores[0].evicted_blocks), (WorkerId(2), 450.0));
+    assert_eq!((choice.scores[1].evicted_blocks, choice.scores[2].evicted_blocks), (250.0, 300.0));
 }
 
 /// A half-filled small cache has less room than a half-filled large one has blocks.
@@ -266,10 +268,7 @@ fn a_prompt_stays_where_it_is_cached_while_all_caches_are_full() {
     // There is room for it elsewhere.
     let choice = choose(&view, 6.0);
     assert_eq!((choice.serve, choice.scores[1].evicted_blocks), (WorkerId(2), 0.0));
-    // Nor does it push anything out that somebody came back for.
     view.workers.iter_mut().for_each(|worker| worker.cached_blocks = 1000);
-    assert_eq!(choose(&view, 6.0).serve, WorkerId(2));
-    view.workers.iter_mut().for_each(|worker| worker.reused_blocks = 1000);
     assert_eq!(choose(&view, 0.0).serve, WorkerId(2));
     let choice = choose(&view, 6.0);
     assert_eq!((choice.serve, choice.scores[0].evicted_blocks), (WorkerId(1), 19.0));
@@ -278,7 +277,7 @@ fn a_prompt_stays_where_it_is_cached_while_all_caches_are_full() {
     view.workers[0].load = running(12);
     assert_eq!(choose(&view, 6.0).serve, WorkerId(2));
     // Some room is there, and what is being computed will take it.
-    view.workers[1].reused_blocks = 900;
+    view.workers[1].cached_blocks = 900;
     assert_eq!(choose(&view, 6.0).scores[1].evicted_blocks, 44.0);
     view.workers[1].load.prefill_tokens = 64 * 16;
     assert_eq!(choose(&view, 6.0).scores[1].evicted_blocks, 108.0);
