@@ -41,7 +41,7 @@ pub struct FrontendArgs {
     /// Cost of each cached block that would have to make room for a prompt; twice for one that some request has found since it
     /// was stored. Dynamo has no such cost (0): a prompt then leaves a busy worker that has it for one whose cache is full, and
     /// others lose their place in turn.
-    #[arg(long, value_name = "FACTOR", default_value_t = 10.0, value_parser = not_negative, help_heading = ROUTER)]
+    #[arg(long, value_name = "FACTOR", default_value_t = 20.0, value_parser = not_negative, help_heading = ROUTER)]
     pub router_eviction_weight: f64,
     /// What one running request costs, in blocks.
     #[arg(long, value_name = "BLOCKS", default_value_t = 0.0, value_parser = not_negative, help_heading = ROUTER)]

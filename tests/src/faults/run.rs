@@ -23,6 +23,9 @@ const LEASE: Duration = Duration::from_millis(600);
 /// No run may take longer, whatever happened in it: far beyond lease, link and request time-outs.
 const LIMIT: Duration = Duration::from_secs(60);
 
+/// Lines of a worker's log that are shown of a run that went wrong.
+const LOG_LINES: usize = 16;
+
 /// KV blocks of each worker.
 const BLOCKS: u64 = 256;
 
@@ -320,6 +323,14 @@ async fn recovered(
     let after = cluster.client().settled().await.transfers();
     match after == before + 1 || faulty {
         true => Ok(()),
-        false => Err(format!("the next request brought {} transfers, expected 1", after - before)),
+        false => {
+            let log = cluster.front().log();
+            let lines: Vec<_> = log.lines().collect();
+            let last = lines[lines.len().saturating_sub(LOG_LINES)..].join("\n        ");
+            let brought = after - before;
+            Err(format!(
+                "the next request brought {brought} transfers, expected 1; the decode worker said last:\n        {last}"
+            ))
+        }
     }
 }
