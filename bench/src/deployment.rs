@@ -31,6 +31,22 @@ pub enum Transport {
     CudaIpc,
     /// NIXL over shared memory.
     Shm,
+    /// NIXL over InfiniBand or RoCE.
+    Rdma,
+    /// UCX without NIXL, with the lanes that fit.
+    Ucx,
+    /// UCX without NIXL, over TCP.
+    #[value(name = "ucx:tcp")]
+    UcxTcp,
+    /// UCX without NIXL, over shared memory.
+    #[value(name = "ucx:shm")]
+    UcxShm,
+    /// UCX without NIXL, over CUDA IPC.
+    #[value(name = "ucx:cuda_ipc")]
+    UcxCudaIpc,
+    /// UCX without NIXL, over InfiniBand or RoCE.
+    #[value(name = "ucx:rdma")]
+    UcxRdma,
     /// Plain TCP, no library needed.
     Socket,
 }
@@ -46,13 +62,8 @@ pub enum Shape {
 
 impl fmt::Display for Transport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Transport::Auto => "auto",
-            Transport::Tcp => "tcp",
-            Transport::CudaIpc => "cuda_ipc",
-            Transport::Shm => "shm",
-            Transport::Socket => "socket",
-        })
+        let value = self.to_possible_value().expect("none is skipped. This is a bug.");
+        f.write_str(value.get_name())
     }
 }
 

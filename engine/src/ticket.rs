@@ -161,6 +161,12 @@ impl Remote {
             lease: Duration::ZERO,
         }
     }
+
+    /// Whether the prefill worker may have seen the end of a ticket that wants prompt blocks `..wanted`: it has written them all,
+    /// or they are all being read. Reads are believed only within the lease, which ends here first if it was given up instead.
+    pub fn may_be_over(&self, wanted: usize) -> bool {
+        self.complete.is_some() || self.reads > 0 && self.offers.is_empty() && self.offered >= wanted
+    }
 }
 
 /// Blocks of a prefill worker that hold a part of the prompt's KV.

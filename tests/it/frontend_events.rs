@@ -106,6 +106,11 @@ async fn required_events_keep_a_silent_worker_out() {
         states.first().is_some_and(|state| state.0 == "ready").then_some(()).ok_or(format!("{states:?}"))
     })
     .await;
+    // `/health` said 200 while every request was refused.
+    alone
+        .front
+        .health_says("unavailable", &["kv_event_publisher_disabled", "--router-kv-events-required"])
+        .await;
     let failure = alone.client().ask(&Ask::chat("A")).await.unwrap_err();
     assert_eq!(failure.status(), Some(503), "{failure:?}");
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde_json::json;
 use tests::fake::{Behaviour, FakeWorker};
-use tests::fleet::{Fleet, header, idle, start_worker};
+use tests::fleet::{Fleet, header, idle, start_front, start_worker};
 use tests::wait::until;
 use tests::{Ask, Failure, prompts};
 
@@ -64,6 +64,32 @@ async fn a_request_that_is_at_fault_is_not_tried_again() {
     let failure = front.client().ask(&ask(1)).await.unwrap_err();
     assert_eq!((failure.status(), failure.message()), (Some(400), "no room"));
     assert_eq!(one.received().len() + two.received().len(), 1);
+}
+
+/// A prompt that its worker refused was taken for cached there until the guess ran out, and drew what came next elsewhere.
+#[tokio::test]
+async fn a_refused_prompt_is_not_taken_for_cached() {
+    let fake = FakeWorker::start(Behaviour::Answer).await;
+    let (front, _dir) = front_of(&[&fake], "--worker-url {0}").await;
+    for (behaviour, seed, known) in [(Behaviour::Answer, 1, true), (Behaviour::Refuse(400), 2, false)] {
+        fake.behave(behaviour);
+        let prompt = prompts::ids(500, seed);
+        let _ = front.client().ask(&Ask::completion(prompt.clone()).max_tokens(1)).await;
+        idle(&front.client()).await;
+        let ask = json!({ "model": "demo", "prompt": prompt });
+        let (_, answer) = front.client().post("/route/explain", &ask).await.expect("an answer");
+        let overlap = answer["cluster"]["workers"][0]["overlap_blocks"].as_u64().expect("a number");
+        assert_eq!(overlap > 0, known, "{answer}");
+    }
+}
+
+/// Its own address as a worker's made a frontend repeat what it said of itself, longer each time.
+#[tokio::test]
+async fn a_frontend_is_no_worker() {
+    let fake = FakeWorker::start(Behaviour::Answer).await;
+    let (front, dir) = front_of(&[&fake], "--worker-url {0}").await;
+    let second = start_front(dir.path(), &format!("--worker-url {}", front.client().url())).await;
+    second.health_says("unavailable", &["it is a frontend, expected a worker"]).await;
 }
 
 /// rt-09: full workers are left out, and when all are clients hear it at once.

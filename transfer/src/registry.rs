@@ -44,6 +44,8 @@ const BACKENDS: &[Backend] = &[
 /// Chosen by [`open`], not a backend of its own.
 const AUTO: &str = "auto";
 const UCX: &str = "ucx";
+/// Within one process: for tests.
+const INPROC: &str = inproc::BACKEND.name;
 
 /// What [`open`] needs to know.
 #[derive(Clone, Debug)]
@@ -97,14 +99,20 @@ pub fn open(config: &TransportConfig, pool: Region) -> Result<Box<dyn Transport>
 
 /// Fails, as [`open`] would, for a name that names nothing.
 pub fn check_name(config: &TransportConfig) -> Result<(), TransferError> {
-    if [AUTO, UCX].contains(&config.name.as_str()) { Ok(()) } else { find(&config.name, config).map(|_| ()) }
+    match config.name.as_str() {
+        AUTO | UCX => Ok(()),
+        // It moves nothing between processes, and those are what asks for names.
+        INPROC => Err(unknown(INPROC, config)),
+        name => find(name, config).map(|_| ()),
+    }
 }
 
 /// Every name that may be asked for, with a line about each.
 pub fn names() -> impl Iterator<Item = (&'static str, &'static str)> {
     let auto = (AUTO, "NIXL where it is installed, with the fastest lane that fits, else socket");
     let ucx = (UCX, "UCX without NIXL: ucx:shm among processes of one machine, else ucx:tcp");
-    [auto, ucx].into_iter().chain(BACKENDS.iter().map(|backend| (backend.name, backend.what)))
+    let others = BACKENDS.iter().filter(|backend| backend.name != INPROC);
+    [auto, ucx].into_iter().chain(others.map(|backend| (backend.name, backend.what)))
 }
 
 /// Which transports reach each other: those of one family, by the name of either.
@@ -117,23 +125,26 @@ pub fn lanes(name: &str) -> Option<UcxLanes> {
     BACKENDS.iter().find(|backend| backend.name == name).and_then(|backend| backend.lanes)
 }
 
-/// Every backend with the reason why it cannot be used here, where it cannot.
+/// Every backend between processes with the reason why it cannot be used here, where it cannot.
 pub fn usable(config: &TransportConfig) -> Vec<(&'static str, Option<String>)> {
-    BACKENDS.iter().map(|backend| (backend.name, (backend.unusable)(backend.lanes, config))).collect()
+    let others = BACKENDS.iter().filter(|backend| backend.name != INPROC);
+    others.map(|backend| (backend.name, (backend.unusable)(backend.lanes, config))).collect()
 }
 
 fn find(name: &str, config: &TransportConfig) -> Result<&'static Backend, TransferError> {
-    BACKENDS.iter().find(|backend| backend.name == name).ok_or_else(|| {
-        let one = |(name, why): (&str, Option<String>)| match why {
-            Some(why) => format!("{name} (not usable here: {why})"),
-            None => name.to_owned(),
-        };
-        let all: Vec<String> = usable(config).into_iter().map(one).collect();
-        TransferError::UnknownTransport {
-            name: name.to_owned(),
-            valid: format!("{AUTO}, {UCX}, {}", all.join(", ")),
-        }
-    })
+    BACKENDS.iter().find(|backend| backend.name == name).ok_or_else(|| unknown(name, config))
+}
+
+fn unknown(name: &str, config: &TransportConfig) -> TransferError {
+    let one = |(name, why): (&str, Option<String>)| match why {
+        Some(why) => format!("{name} (not usable here: {why})"),
+        None => name.to_owned(),
+    };
+    let all: Vec<String> = usable(config).into_iter().map(one).collect();
+    TransferError::UnknownTransport {
+        name: name.to_owned(),
+        valid: format!("{AUTO}, {UCX}, {}", all.join(", ")),
+    }
 }
 
 fn open_backend(

@@ -9,7 +9,7 @@ use super::{Core, Effect, Stale};
 use crate::api::KvFault;
 use crate::handoff::{PeerMessage, TicketId, ToDecode, ToPrefill};
 use crate::pool::BlockId;
-use crate::ticket::Ending;
+use crate::ticket::{Ending, Remote};
 
 /// Renewals in a lease's time, so that a lost or late one does not end it: as vLLM's heartbeats.
 const RENEWALS: u32 = 6;
@@ -61,13 +61,17 @@ impl Core {
         });
         let Some((_, at)) = at else { return self.stale(Stale::Unknown) };
         for request in self.requests.values_mut() {
-            if let Some(remote) = request.remote.as_mut().filter(|remote| remote.peer == peer) {
+            let known = |remote: &&mut Remote| remote.peer == peer && !unknown.contains(&remote.ticket);
+            if let Some(remote) = request.remote.as_mut().filter(known) {
                 remote.renewed_at = remote.renewed_at.max(at);
             }
         }
         for ticket in unknown {
             let Some(&id) = self.tickets.get(ticket) else { continue };
-            if self.requests[&id].remote.as_ref().is_some_and(|remote| remote.peer == peer) {
+            let wanted = self.wanted_blocks(id);
+            // One that may be done with it has not forgotten it: what tells us is still on its way on the data path.
+            let forgotten = |remote: &Remote| remote.peer == peer && !remote.may_be_over(wanted);
+            if self.requests[&id].remote.as_ref().is_some_and(forgotten) {
                 let reason = "the prefill worker does not know the ticket any more";
                 self.remote_failed(id, KvFault::LeaseExpired, reason, true);
             }

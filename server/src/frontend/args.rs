@@ -93,7 +93,7 @@ pub struct FrontendArgs {
     /// How often each worker's health is asked for. One that fails is asked more often.
     #[arg(long, value_name = "SECS", default_value_t = 2.0, value_parser = above_zero, help_heading = ROUTER)]
     pub health_check_interval_secs: f64,
-    /// A worker that accepts connections and says nothing for this long is not used.
+    /// A worker that accepts connections and says nothing for this long, twice in a row, is not used.
     #[arg(long, value_name = "SECS", default_value_t = 5.0, value_parser = above_zero, help_heading = ROUTER)]
     pub health_check_timeout_secs: f64,
 }

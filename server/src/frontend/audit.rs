@@ -48,6 +48,12 @@ async fn audit(front: &Front, status: &WorkerStatus, fix: bool) -> Value {
         "blocks": status.cached_blocks,
         "orphan_blocks": status.orphan_blocks,
     });
+    if front.model().is_none() {
+        of["audit"] = json!(
+            "prompts are known by their text: without --model they cannot be compared with what a worker holds"
+        );
+        return of;
+    }
     let snapshot = status.record.events.as_ref().and_then(|events| events.snapshot_url.clone());
     let Some(url) = snapshot else {
         of["audit"] = json!("this worker cannot say what it holds");

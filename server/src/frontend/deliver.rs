@@ -225,7 +225,8 @@ async fn answer(
         StatusCode::SERVICE_UNAVAILABLE => "unavailable",
         StatusCode::BAD_GATEWAY => "bad_gateway",
         _ => {
-            flight.end(Ending::WorkerError, SeenUsage::default());
+            let ending = if status.is_client_error() { Ending::Refused } else { Ending::WorkerError };
+            flight.end(ending, SeenUsage::default());
             return Ok(Response::from_parts(head, Body::from(bytes)));
         }
     };

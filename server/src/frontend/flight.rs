@@ -20,6 +20,8 @@ pub enum Ending {
     Done,
     /// An error that the worker answered with, within its stream or instead of one.
     WorkerError,
+    /// The worker would not have the request: its prompt was not computed.
+    Refused,
     /// The connection to the worker broke within the stream.
     Broken(String),
     Deadline,
@@ -140,6 +142,10 @@ impl Flight {
                 self.worker().quarantine(reason);
             }
             Ending::ClientLeft => metrics.disconnected.inc(),
+            Ending::Refused => {
+                model.failed.inc();
+                self.decision.booking.undo();
+            }
             // The worker has not seen it, or not to an end: what it was thought to cache from now on it may not have.
             Ending::Retried => self.decision.booking.undo(),
         }

@@ -32,11 +32,13 @@ pub async fn keep(front: Arc<Front>, worker: Arc<Worker>) {
         let failed = matches!(reach, Reach::Down(_));
         pause = match failed {
             true => (pause * 2).min(front.config.probe_interval),
+            // Once more, and at once: it is busy, or it hangs.
+            false if timeouts > 0 => RETRY,
             // One that loads is there soon.
             false if reach != Reach::Up => front.config.probe_interval.min(5 * RETRY),
             false => front.config.probe_interval,
         };
-        if !failed {
+        if !failed && timeouts == 0 {
             scrape(&front, &worker).await;
         }
         worker.probed(reach);
@@ -84,6 +86,9 @@ async fn probe(front: &Front, worker: &Worker, timeouts: &mut u32) -> Reach {
 /// Who the process is. Ours say it themselves; of others the API says which models they serve.
 async fn learn(front: &Front, worker: &Worker, health: &[u8]) -> Result<Life, String> {
     let health: Value = serde_json::from_slice(health).unwrap_or_default();
+    if health["role"] == "frontend" {
+        return Err("it is a frontend, expected a worker".into());
+    }
     if health.get("incarnation").is_some() {
         let (status, body) = ask(front, worker, INFO_PATH).await.map_err(|error| error.to_string())?;
         let record: WorkerRecord = serde_json::from_slice(&body)
@@ -181,6 +186,10 @@ async fn ask(front: &Front, worker: &Worker, path: &str) -> Result<(StatusCode, 
 /// What a worker says of why it takes no requests.
 fn reason(status: StatusCode, body: &[u8]) -> String {
     let body: Value = serde_json::from_slice(body).unwrap_or_default();
+    if body["role"] == "frontend" {
+        // What it says of its workers may be what we say: it may be this one.
+        return "it is a frontend, expected a worker".into();
+    }
     let said = body["reason"].as_str().or(body["error"]["message"].as_str());
     said.map_or_else(|| format!("/health answered {status}"), str::to_owned)
 }

@@ -21,7 +21,7 @@ use crate::events::subscriber::follow;
 use crate::readiness::State;
 use crate::router::policies::{KvPolicy, KvWeights, LeastLoaded, PowerOfTwo, Random, RoundRobin};
 use crate::router::prompt::TEXT_BLOCK_TOKENS;
-use crate::router::shared::{Router, RouterConfig};
+use crate::router::shared::{Router, RouterConfig, WorkerStatus};
 use crate::router::{RoutePolicy, WorkerId, WorkerRole};
 use crate::state::AppState;
 use crate::text::Text;
@@ -207,21 +207,31 @@ impl Front {
                 Some(format!("{} worker {}: {}", worker.role.as_str(), worker.name, obstacle.reason()))
             })
             .collect();
+        let statuses = self.router.workers();
+        let alarms = statuses.iter().filter_map(|status| {
+            let code = status.alarm?.as_str();
+            let then = match self.config.kv_events_required {
+                true => "it gets no requests (--router-kv-events-required)".to_owned(),
+                false => format!("its index is {}", status.index.as_str()),
+            };
+            Some(format!("worker {}: {code}, {then}", status.record.url))
+        });
+        let all: Vec<_> = out.iter().cloned().chain(alarms).collect();
+        let barred = |worker: &Worker| {
+            let alarmed = |status: &WorkerStatus| status.record.url == worker.name && status.alarm.is_some();
+            self.config.kv_events_required && statuses.iter().any(alarmed)
+        };
         let usable = |role: &dyn Fn(WorkerRole) -> bool| {
-            workers.iter().any(|worker| role(worker.role) && worker.usable(now).is_ok())
+            let takes = |worker: &Arc<Worker>| worker.usable(now).is_ok() && !barred(worker);
+            workers.iter().any(|worker| role(worker.role) && takes(worker))
         };
         if !usable(&|role| role.serves()) {
-            return State::Unavailable(out.join("; "));
+            return State::Unavailable(all.join("; "));
         }
         let prefill = workers.iter().any(|worker| worker.role == WorkerRole::Prefill);
         if prefill && !usable(&|role| role == WorkerRole::Prefill) {
             return State::Degraded(format!("no prefill worker takes requests ({})", out.join("; ")));
         }
-        let alarms = self.router.workers().into_iter().filter_map(|status| {
-            let code = status.alarm?.as_str();
-            Some(format!("worker {}: {code}, its index is {}", status.record.url, status.index.as_str()))
-        });
-        let all: Vec<_> = out.into_iter().chain(alarms).collect();
         match all.is_empty() {
             true => State::Ready,
             false => State::Degraded(all.join("; ")),

@@ -67,19 +67,21 @@ fn of(share: &Share) -> Value {
         "preemptions": timeline.preemptions,
         "transferred_tokens": transferred_tokens,
         "recomputed": timeline.recomputed.map(KvFault::label),
-        "prefill": timeline.prefill.map(prefill),
+        "prefill": timeline.prefill.map(|timing| prefill(timing, timeline.transfer.is_some())),
         "transfer": timeline.transfer,
     })
 }
 
-fn prefill(timing: PrefillTiming) -> Value {
+/// What the prefill worker says. It says what moving the KV took at last, which may be after the end of a short answer.
+fn prefill(timing: PrefillTiming, moved: bool) -> Value {
     let ms = |us| ms(Duration::from_micros(us));
+    let of_transfer = |us| moved.then(|| ms(us));
     json!({
         "queue_ms": ms(timing.queue_us),
         "compute_ms": ms(timing.compute_us),
-        "post_ms": ms(timing.post_us),
-        "wire_ms": ms(timing.wire_us),
-        "exposed_ms": ms(timing.exposed_us),
+        "post_ms": of_transfer(timing.post_us),
+        "wire_ms": of_transfer(timing.wire_us),
+        "exposed_ms": of_transfer(timing.exposed_us),
     })
 }
 

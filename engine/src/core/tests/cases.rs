@@ -7,7 +7,7 @@ use transfer::{Direction, PeerId};
 use super::super::*;
 use super::world::*;
 use crate::api::{FinishReason, SamplingParams};
-use crate::handoff::{ToDecode, ToPrefill, Totals, WriteNote};
+use crate::handoff::{PeerMessage, ToDecode, ToPrefill, Totals, WriteNote};
 use crate::ticket::Ending;
 
 fn alone(num_blocks: usize) -> Worker {
@@ -366,6 +366,50 @@ fn a_ticket_that_the_prefill_worker_does_not_know_any_more_is_recomputed() {
     world.carry_out();
     assert_eq!(world.answer(RequestId(0)).0, reference(&[60; 9], 4).0);
     assert_eq!(world.d.core.counters().recomputed, 1);
+}
+
+/// The renewal crossed the end of the ticket, and a prompt whose KV was all written was computed again: once in a hundred runs of
+/// the fault table, whose leases are short and whose notifications are late.
+#[test]
+fn a_ticket_that_is_over_is_not_forgotten_while_its_last_notification_is_on_its_way() {
+    let (mut world, ticket) = granted_world();
+    world.d.apply(Input::FromPrefill(world.peer, first_token(ticket)));
+    world.d.now += LEASE / 5;
+    world.d.step();
+    let renewal = |effect| match effect {
+        Effect::Send(_, PeerMessage::ToPrefill(ToPrefill::Renew { seq, .. })) => Some(seq),
+        _ => None,
+    };
+    let seq = world.d.core.take_effects().into_iter().find_map(renewal).expect("it is time to renew");
+    let totals = Totals { writes: 1, blocks: 3, bytes: 192, descriptors: 1 };
+    let complete = ToDecode::Complete { ticket, totals, timing: Default::default() };
+    world.d.apply(Input::FromPrefill(world.peer, complete));
+    world.d.apply(Input::FromPrefill(world.peer, ToDecode::Renewed { seq, unknown: vec![ticket] }));
+    world.d.apply(note(ticket, 0, 3));
+    assert!(world.d.step(), "it decodes");
+    assert_eq!(world.d.core.counters().recomputed, 0);
+}
+
+/// The same where the prefill worker has seen all reads end, and we have not.
+#[test]
+fn a_ticket_whose_blocks_are_all_being_read_is_not_forgotten() {
+    let mut world = reading_world();
+    assert!(!world.reads.is_empty());
+    world.d.now += LEASE / 5;
+    world.d.step();
+    world.carry_out();
+    let renewals: Vec<_> = world.to_p.drain(..).filter(|m| matches!(m, ToPrefill::Renew { .. })).collect();
+    let [ToPrefill::Renew { seq, tickets }] = &renewals[..] else { panic!("{renewals:?}") };
+    let unknown = tickets.clone();
+    world.d.apply(Input::FromPrefill(world.peer, ToDecode::Renewed { seq: *seq, unknown }));
+    assert_eq!(world.d.core.counters().recomputed, 0);
+    while !world.reads.is_empty() {
+        world.settle_read(0, false);
+    }
+    while world.d.step() {}
+    world.carry_out();
+    assert_eq!(world.answer(RequestId(0)).0, reference(&[60; 9], 4).0);
+    assert_eq!(world.d.core.counters().recomputed, 0);
 }
 
 /// A pulled prompt of 9 tokens whose blocks are being read.
