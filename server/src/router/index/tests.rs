@@ -84,7 +84,7 @@ fn check_exact(steps: Vec<Step>, workers: u64) -> Result<(), TestCaseError> {
                 let held = model.entry(worker).or_default();
                 let removed = keys.iter().filter(|key| held.remove(key)).count();
                 prop_assert_eq!(index.remove(WorkerId(worker), keys), removed);
-                keys.iter().for_each(|key| drop(reused.entry(worker).or_default().remove(key)));
+                reused.entry(worker).or_default().retain(|key| !keys.contains(key));
             }
             Step::Reuse { worker, path, len } => {
                 let keys = prompt(path, len);
