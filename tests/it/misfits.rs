@@ -4,7 +4,7 @@ use std::path::Path;
 
 use tests::process::Worker;
 use tests::serve_binary::repository;
-use tests::{Ask, Deployment, prompts};
+use tests::{Ask, Deployment, Metrics, prompts};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
 
@@ -163,7 +163,9 @@ async fn prompts_that_the_prefill_worker_does_not_take_are_not_sent_there() {
         }
         let metrics = cluster.client().settled().await;
         assert_eq!(metrics.transfers(), 1);
-        assert!(metrics.value("kvferry:prompts_too_long_for_prefill_total") >= 1.0);
+        // What is counted is exported a moment after the answer.
+        let counted = |metrics: &Metrics| metrics.value("kvferry:prompts_too_long_for_prefill_total") >= 1.0;
+        cluster.client().metrics_when("the prompt is counted", counted).await;
         assert_eq!(metrics.value("kvferry:tickets_failed_total"), 0.0);
         cluster.settled().await;
     }
