@@ -5,10 +5,12 @@
 //! content, wherever it came from.
 //!
 //! `world` is the machinery, `choices` the randomness that can be shrunk, `random` the random sequences of two workers,
-//! `local` those of one alone, `cases` the faults that were found.
+//! `local` those of one alone, `cases` the faults that were found, `leases` those
+//! of leases.
 
 mod cases;
 mod choices;
+mod leases;
 mod local;
 mod random;
 mod world;
