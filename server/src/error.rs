@@ -9,6 +9,19 @@ use serde_json::{Value, json};
 /// Seconds after which a client may try again when this worker is loading, full or going away.
 const RETRY_AFTER_SECS: HeaderValue = HeaderValue::from_static("1");
 
+/// An error and its causes in one line: no backtrace, and no cause that the text before it has named already.
+pub fn with_causes(error: &dyn std::error::Error) -> String {
+    let mut text = String::new();
+    for cause in std::iter::successors(Some(error), |error| error.source()).map(ToString::to_string) {
+        if text.is_empty() {
+            text = cause;
+        } else if !cause.is_empty() && !text.contains(&cause) {
+            text = format!("{text}: {cause}");
+        }
+    }
+    text
+}
+
 /// An answer other than success.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ApiError {

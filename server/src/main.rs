@@ -3,15 +3,16 @@
 
 use std::io::IsTerminal;
 
+use clap::CommandFactory;
 use clap::error::ErrorKind;
-use clap::{CommandFactory, Parser};
 use server::args::{Args, Role};
 use server::config::Config;
+use server::error::with_causes;
 use server::frontend;
 use tracing_subscriber::EnvFilter;
 
 fn main() {
-    let args = Args::parse();
+    let (args, idle) = Args::read(std::env::args_os()).unwrap_or_else(|error| error.exit());
     let filter = EnvFilter::try_new(&args.log_level).unwrap_or_else(|error| {
         exit(format!("--log-level is {:?}, expected a level or filters: {error}", args.log_level))
     });
@@ -20,6 +21,9 @@ fn main() {
         .with_writer(std::io::stderr)
         .with_ansi(std::io::stderr().is_terminal())
         .init();
+    for flag in idle {
+        tracing::warn!("{flag} does nothing with --role {}", args.role.as_str());
+    }
     let var = |name: &str| std::env::var(name).ok();
     let ended = match args.role {
         Role::Frontend => {
@@ -35,7 +39,7 @@ fn main() {
     match ended {
         Ok(()) => transfer::leave(0),
         Err(error) => {
-            eprintln!("error: {}", report(&error));
+            eprintln!("error: {}", with_causes(error.as_ref()));
             transfer::leave(1)
         }
     }
@@ -44,18 +48,4 @@ fn main() {
 /// As clap reports what it finds itself: the message and a hint to stderr, status 2.
 fn exit(message: String) -> ! {
     Args::command().error(ErrorKind::ValueValidation, message).exit()
-}
-
-/// The error and its causes in one line, for whoever started the process: no backtrace, and no cause that the
-/// text before it has named already.
-fn report(error: &anyhow::Error) -> String {
-    let mut text = String::new();
-    for cause in error.chain().map(ToString::to_string).filter(|cause| !cause.is_empty()) {
-        if text.is_empty() {
-            text = cause;
-        } else if !text.contains(&cause) {
-            text = format!("{text}: {cause}");
-        }
-    }
-    text
 }

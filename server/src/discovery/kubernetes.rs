@@ -1,29 +1,28 @@
 //! `--discovery-backend kubernetes`: the endpoints behind Services, as Kubernetes knows them.
 //!
-//! A list and a watch of EndpointSlices over the API server's HTTP API, with the pod's service account. Workers do not
+//! A watch of EndpointSlices through the crate `kube`, with the pod's service account or a kubeconfig. Workers do not
 //! register: a pod that is ready is an endpoint, one that terminates drains. What a worker is beyond its address (model,
 //! block size, events) it says itself at its address.
-//!
-//! The crate `kube` does this, too, with 45 more crates (all of Kubernetes' types among them); two requests need none.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 
 use futures_util::future::BoxFuture;
 use futures_util::{FutureExt, StreamExt};
-use serde::Deserialize;
-use serde_json::Value;
+use k8s_openapi::api::discovery::v1::{Endpoint, EndpointSlice};
+use kube::api::{ApiResource, DynamicObject};
+use kube::runtime::WatchStreamExt;
+use kube::runtime::watcher::{self, watcher};
+use kube::{Api, Client};
 use tokio::sync::mpsc::{Receiver, Sender, channel};
-use tokio::time::{sleep, timeout};
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::lines::Lines;
 use super::record::RECORD_VERSION;
 use super::roster::Roster;
 use super::{Change, Discovery, DiscoveryError, Registration, WorkerRecord};
+use crate::error::with_causes;
 use crate::router::{WorkerId, WorkerRole};
 
 /// The label of a Service (and so of its slices) that says what its workers do: `both`, `prefill` or `decode`.
@@ -32,144 +31,100 @@ pub const ROLE_LABEL: &str = "kvferry.io/role";
 /// The named port of a Service where workers' HTTP servers are; else its first.
 const PORT_NAME: &str = "http";
 
-const ANSWER: Duration = Duration::from_secs(10);
-const RETRY: Duration = Duration::from_secs(1);
 const QUEUE: usize = 256;
-
-/// The server ends a watch after this long, so that a dead connection is noticed.
-const WATCH_SECS: u64 = 300;
-
-/// Where the API server is, and who we are to it.
-#[derive(Clone, Debug)]
-pub struct ApiServer {
-    /// `https://host:port`
-    pub url: String,
-    /// Read again for each request: it is rotated.
-    pub token_file: Option<PathBuf>,
-}
 
 /// Workers as endpoints of Services.
 #[derive(Clone, Debug)]
 pub struct KubernetesDiscovery {
-    http: reqwest::Client,
-    server: ApiServer,
-    namespace: String,
+    server: Option<kube::Config>,
+    namespace: Option<String>,
     /// Label selector of the slices.
     selector: String,
     invalid: Arc<AtomicU64>,
 }
 
 impl KubernetesDiscovery {
-    /// Slices in `namespace` that `selector` selects. `http` trusts the server's certificate.
-    pub fn new(http: reqwest::Client, server: ApiServer, namespace: String, selector: String) -> Self {
-        Self { http, server, namespace, selector, invalid: Arc::default() }
+    /// Slices in `namespace` that `selector` selects. The server is that of a kubeconfig (`KUBECONFIG`, `~/.kube/config`) or
+    /// the pod's own when not given; so is the namespace.
+    pub fn new(server: Option<kube::Config>, namespace: Option<String>, selector: String) -> Self {
+        Self { server, namespace, selector, invalid: Arc::default() }
     }
 
-    async fn get(&self, query: &[(&str, String)]) -> Result<reqwest::Response, DiscoveryError> {
-        let url = format!(
-            "{}/apis/discovery.k8s.io/v1/namespaces/{}/endpointslices",
-            self.server.url.trim_end_matches('/'),
-            self.namespace
-        );
-        let mut request = self.http.get(&url).query(query).query(&[("labelSelector", &self.selector)]);
-        if let Some(path) = &self.server.token_file {
-            let token = tokio::fs::read_to_string(path).await;
-            request =
-                request.bearer_auth(token.map_err(|error| fault(&path.display().to_string(), error))?.trim());
-        }
-        let response = timeout(ANSWER, request.send()).await.map_err(|_| fault(&url, "no answer"))?;
-        let response = response.map_err(|error| fault(&url, error.without_url()))?;
-        if response.status().is_success() {
-            return Ok(response);
-        }
-        let status = response.status();
-        let said: Value =
-            timeout(ANSWER, response.json()).await.ok().and_then(Result::ok).unwrap_or_default();
-        Err(fault(&url, format!("{status}: {}", said["message"].as_str().unwrap_or("no message"))))
+    /// Slices as they come: each is parsed by itself, so that a bad one does not hide the others.
+    async fn slices(&self) -> Result<Api<DynamicObject>, DiscoveryError> {
+        let config = match &self.server {
+            Some(config) => config.clone(),
+            None => kube::Config::infer().await.map_err(|error| {
+                let hint = "outside of a pod give --kubernetes-api and --kubernetes-namespace";
+                fault("configuration", format!("{}; {hint}", with_causes(&error)))
+            })?,
+        };
+        let namespace = self.namespace.clone().unwrap_or_else(|| config.default_namespace.clone());
+        let url = config.cluster_url.to_string();
+        let client = Client::try_from(config).map_err(|error| fault(&url, with_causes(&error)))?;
+        let resource = ApiResource::erase::<EndpointSlice>(&());
+        Ok(Api::namespaced_with(client, &namespace, &resource))
     }
 
-    async fn follow(self, sender: Sender<Change>) {
+    /// The crate lists, watches, and lists again after errors.
+    async fn follow(self, slices: Api<DynamicObject>, sender: Sender<Change>) {
+        let config = match self.selector.is_empty() {
+            true => watcher::Config::default(),
+            false => watcher::Config::default().labels(&self.selector),
+        };
+        let mut events = pin!(watcher(slices, config).default_backoff());
+        let (mut seen, mut trouble) = (Seen::default(), None);
         let mut roster = Roster::default();
-        let mut trouble: Option<String> = None;
         loop {
-            let outcome = tokio::select! {
-                outcome = self.follow_once(&sender, &mut roster, &mut trouble) => outcome,
+            let event = tokio::select! {
+                event = events.next() => event,
                 () = sender.closed() => return,
             };
-            match outcome.map_err(|error| error.to_string()) {
-                Ok(()) => {}
-                Err(reason) => {
+            match event {
+                None => return,
+                Some(Ok(event)) => {
+                    if !matches!(event, watcher::Event::Init) && trouble.take().is_some() {
+                        tracing::info!("the API server answers again");
+                    }
+                    if !self.note(event, &mut seen) {
+                        continue;
+                    }
+                }
+                Some(Err(error)) => {
+                    let reason = with_causes(&error);
                     if trouble.as_ref() != Some(&reason) {
                         tracing::warn!(reason, "workers cannot be watched; trying again");
                     }
                     trouble = Some(reason);
-                    sleep(RETRY).await;
+                    continue;
+                }
+            }
+            let records = seen.slices.values().flat_map(records);
+            for change in roster.replace(records, "it is no ready endpoint any more") {
+                if sender.send(change).await.is_err() {
+                    return;
                 }
             }
         }
     }
 
-    /// Lists, then follows changes until the watch ends.
-    async fn follow_once(
-        &self,
-        sender: &Sender<Change>,
-        roster: &mut Roster,
-        trouble: &mut Option<String>,
-    ) -> Result<(), DiscoveryError> {
-        let list = self.get(&[]).await?;
-        let list: SliceList = timeout(ANSWER, list.json())
-            .await
-            .map_err(|_| fault("list", "it broke off"))?
-            .map_err(|error| fault("list", error.without_url()))?;
-        let mut slices = BTreeMap::new();
-        for item in list.items {
-            slices.extend(self.read(item));
+    /// True if the set of slices is whole, and may be another.
+    fn note(&self, event: watcher::Event<DynamicObject>, seen: &mut Seen) -> bool {
+        use watcher::Event::{Apply, Delete, Init, InitApply, InitDone};
+        match event {
+            Init => seen.listed.clear(),
+            InitApply(object) => seen.listed.extend(self.read(object)),
+            InitDone => seen.slices = std::mem::take(&mut seen.listed),
+            Apply(object) => seen.slices.extend(self.read(object)),
+            Delete(object) => drop(seen.slices.remove(&name(&object))),
         }
-        if trouble.take().is_some() {
-            tracing::info!("the API server answers again");
-        }
-        let version = list.metadata.resource_version.unwrap_or_default();
-        let query = [
-            ("watch", "1".to_owned()),
-            ("resourceVersion", version),
-            ("allowWatchBookmarks", "true".to_owned()),
-            ("timeoutSeconds", WATCH_SECS.to_string()),
-        ];
-        let mut stream = Lines::new(self.get(&query).await?.bytes_stream().boxed());
-        loop {
-            let records = slices.values().flat_map(records);
-            for change in roster.replace(records, "it is no ready endpoint any more") {
-                if sender.send(change).await.is_err() {
-                    return Ok(());
-                }
-            }
-            let limit = Duration::from_secs(WATCH_SECS) + ANSWER;
-            let next = timeout(limit, stream.next::<WatchEvent>()).await;
-            let Ok(next) = next else { return Ok(()) };
-            let Some(event) = next.map_err(|error| fault("watch", error))? else { return Ok(()) };
-            match event.kind.as_str() {
-                "ADDED" | "MODIFIED" => slices.extend(self.read(event.object)),
-                "DELETED" => {
-                    if let Some((name, _)) = self.read(event.object) {
-                        slices.remove(&name);
-                    }
-                }
-                // A bookmark says only how far it is; after an error (410, "gone") a new list tells.
-                "BOOKMARK" => {}
-                _ => {
-                    return Err(fault(
-                        "watch",
-                        event.object["message"].as_str().unwrap_or("it ended in an error"),
-                    ));
-                }
-            }
-        }
+        seen.listed.is_empty()
     }
 
     /// A slice by its name; what is none is counted.
-    fn read(&self, object: Value) -> Option<(String, Slice)> {
-        let name = object["metadata"]["name"].as_str().unwrap_or_default().to_owned();
-        match serde_json::from_value::<Slice>(object) {
+    fn read(&self, object: DynamicObject) -> Option<(String, EndpointSlice)> {
+        let name = name(&object);
+        match object.try_parse() {
             Ok(slice) => Some((name, slice)),
             Err(error) => {
                 self.invalid.fetch_add(1, Ordering::Relaxed);
@@ -178,6 +133,18 @@ impl KubernetesDiscovery {
             }
         }
     }
+}
+
+/// Slices by name.
+#[derive(Default)]
+struct Seen {
+    slices: BTreeMap<String, EndpointSlice>,
+    /// Those of a list that is not whole yet.
+    listed: BTreeMap<String, EndpointSlice>,
+}
+
+fn name(object: &DynamicObject) -> String {
+    object.metadata.name.clone().unwrap_or_default()
 }
 
 impl Discovery for KubernetesDiscovery {
@@ -192,8 +159,9 @@ impl Discovery for KubernetesDiscovery {
 
     fn watch(&self) -> BoxFuture<'_, Result<Receiver<Change>, DiscoveryError>> {
         async move {
+            let slices = self.slices().await?;
             let (sender, changes) = channel(QUEUE);
-            tokio::spawn(self.clone().follow(sender));
+            tokio::spawn(self.clone().follow(slices, sender));
             Ok(changes)
         }
         .boxed()
@@ -218,85 +186,19 @@ impl Registration for ByKubernetes {
     }
 }
 
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct SliceList {
-    #[serde(default)]
-    metadata: Metadata,
-    /// Null when there is none.
-    #[serde(default, deserialize_with = "or_empty")]
-    items: Vec<Value>,
-}
-
-#[derive(Deserialize)]
-struct WatchEvent {
-    #[serde(rename = "type")]
-    kind: String,
-    object: Value,
-}
-
-#[derive(Default, Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct Metadata {
-    resource_version: Option<String>,
-    #[serde(default)]
-    labels: BTreeMap<String, String>,
-}
-
-#[derive(Deserialize)]
-struct Slice {
-    metadata: Metadata,
-    #[serde(default, deserialize_with = "or_empty")]
-    endpoints: Vec<Endpoint>,
-    #[serde(default, deserialize_with = "or_empty")]
-    ports: Vec<Port>,
-}
-
-#[derive(Deserialize)]
-#[serde(rename_all = "camelCase")]
-struct Endpoint {
-    addresses: Vec<String>,
-    #[serde(default)]
-    conditions: Conditions,
-    target_ref: Option<TargetRef>,
-}
-
-#[derive(Default, Deserialize)]
-struct Conditions {
-    ready: Option<bool>,
-    serving: Option<bool>,
-    terminating: Option<bool>,
-}
-
-#[derive(Default, Deserialize)]
-struct TargetRef {
-    name: Option<String>,
-    uid: Option<String>,
-}
-
-#[derive(Deserialize)]
-struct Port {
-    name: Option<String>,
-    port: Option<u16>,
-}
-
-fn or_empty<'de, D: serde::Deserializer<'de>, T: Deserialize<'de>>(
-    deserializer: D,
-) -> Result<Vec<T>, D::Error> {
-    Ok(Option::deserialize(deserializer)?.unwrap_or_default())
-}
-
 /// The workers of a slice: those that are ready (not saying counts as ready), and those that finish what they have.
-fn records(slice: &Slice) -> Vec<WorkerRecord> {
-    let role = match slice.metadata.labels.get(ROLE_LABEL).map(String::as_str) {
+fn records(slice: &EndpointSlice) -> Vec<WorkerRecord> {
+    let label = slice.metadata.labels.as_ref().and_then(|labels| labels.get(ROLE_LABEL));
+    let role = match label.map(String::as_str) {
         Some("prefill") => WorkerRole::Prefill,
         Some("decode") => WorkerRole::Decode,
         _ => WorkerRole::Both,
     };
-    let named = slice.ports.iter().find(|port| port.name.as_deref() == Some(PORT_NAME));
-    let Some(port) = named.or(slice.ports.first()).and_then(|port| port.port) else { return Vec::new() };
+    let ports = slice.ports.as_deref().unwrap_or_default();
+    let named = ports.iter().find(|port| port.name.as_deref() == Some(PORT_NAME));
+    let Some(port) = named.or(ports.first()).and_then(|port| port.port) else { return Vec::new() };
     let record = |endpoint: &Endpoint| {
-        let conditions = &endpoint.conditions;
+        let conditions = endpoint.conditions.clone().unwrap_or_default();
         let draining = conditions.terminating == Some(true) && conditions.serving != Some(false);
         if conditions.ready == Some(false) && !draining {
             return None;
@@ -321,6 +223,7 @@ fn records(slice: &Slice) -> Vec<WorkerRecord> {
             events: None,
             hash_scheme: None,
             prefill_tokens_per_sec: None,
+            kv_bytes_per_token: None,
             kv_transport: None,
             draining,
             labels: BTreeMap::new(),

@@ -9,15 +9,12 @@ use clap::{Args, ValueEnum};
 
 use super::etcd::EtcdDiscovery;
 use super::file::FileDiscovery;
-use super::kubernetes::{ApiServer, KubernetesDiscovery, ROLE_LABEL};
+use super::kubernetes::{KubernetesDiscovery, ROLE_LABEL};
 use super::{Discovery, DiscoveryError, is_worker_id};
 use crate::args::positive_secs;
 use crate::config::{ConfigError, bad};
 
 const DISCOVERY: &str = "Discovery";
-
-/// Where a pod finds its service account.
-const ACCOUNT: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
 
 /// How workers and frontends find each other.
 #[derive(Clone, Debug, Args)]
@@ -39,10 +36,11 @@ pub struct DiscoveryArgs {
     #[arg(long, env = "ETCD_ENDPOINTS", value_name = "URL", value_delimiter = ',', help_heading = DISCOVERY)]
     #[arg(default_value = "http://127.0.0.1:2379")]
     pub etcd_endpoints: Vec<String>,
-    /// Kubernetes' API server; the pod's own when not given. `kubectl proxy` serves one without credentials.
+    /// Kubernetes' API server, one that asks for no credentials such as `kubectl proxy`; that of the kubeconfig (KUBECONFIG,
+    /// ~/.kube/config), or the pod's own, when not given.
     #[arg(long, value_name = "URL", help_heading = DISCOVERY)]
     pub kubernetes_api: Option<String>,
-    /// The namespace of the workers' Services; the pod's own when not given.
+    /// The namespace of the workers' Services; the kubeconfig's or the pod's own when not given.
     #[arg(long, env = "POD_NAMESPACE", value_name = "NAME", help_heading = DISCOVERY)]
     pub kubernetes_namespace: Option<String>,
     /// Which EndpointSlices are workers, by label.
@@ -89,7 +87,7 @@ impl DiscoveryOptions {
         Ok((backend != Backend::Static).then(|| Self { args: args.clone(), backend, explicit, named }))
     }
 
-    /// Opens the backend. Errors: Kubernetes' service account cannot be read.
+    /// Opens the backend. Errors: a value that cannot be used.
     pub fn open(&self) -> Result<Arc<dyn Discovery>, DiscoveryError> {
         let lease = Duration::from_secs_f64(self.args.discovery_lease_secs);
         Ok(match self.backend {
@@ -111,36 +109,16 @@ impl DiscoveryOptions {
     }
 
     fn kubernetes(&self) -> Result<KubernetesDiscovery, DiscoveryError> {
-        let read = |name: &str| {
-            let path = format!("{ACCOUNT}/{name}");
-            std::fs::read_to_string(&path).map_err(|error| DiscoveryError::Backend {
+        let server = |url: &String| match url.parse() {
+            Ok(url) => Ok(kube::Config::new(url)),
+            Err(error) => Err(DiscoveryError::Backend {
                 backend: "kubernetes",
-                what: path,
-                reason: format!("{error}; outside of a pod give --kubernetes-api and --kubernetes-namespace"),
-            })
+                what: format!("--kubernetes-api is {url:?}"),
+                reason: format!("{error}, expected a URL"),
+            }),
         };
-        let (mut http, mut token_file) = (reqwest::Client::new(), None);
-        let url = match &self.args.kubernetes_api {
-            Some(url) => url.clone(),
-            None => {
-                let trust = |error: reqwest::Error| DiscoveryError::Backend {
-                    backend: "kubernetes",
-                    what: format!("{ACCOUNT}/ca.crt"),
-                    reason: error.to_string(),
-                };
-                let certificate =
-                    reqwest::Certificate::from_pem(read("ca.crt")?.as_bytes()).map_err(trust)?;
-                http = reqwest::Client::builder().add_root_certificate(certificate).build().map_err(trust)?;
-                token_file = Some(format!("{ACCOUNT}/token").into());
-                // The name is in every cluster's certificate, and every pod resolves it.
-                "https://kubernetes.default.svc".to_owned()
-            }
-        };
-        let namespace = match &self.args.kubernetes_namespace {
-            Some(namespace) => namespace.clone(),
-            None => read("namespace")?.trim().to_owned(),
-        };
-        let server = ApiServer { url, token_file };
-        Ok(KubernetesDiscovery::new(http, server, namespace, self.args.selector.clone()))
+        let server = self.args.kubernetes_api.as_ref().map(server).transpose()?;
+        let (namespace, selector) = (self.args.kubernetes_namespace.clone(), self.args.selector.clone());
+        Ok(KubernetesDiscovery::new(server, namespace, selector))
     }
 }

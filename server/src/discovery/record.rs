@@ -37,6 +37,8 @@ pub struct WorkerRecord {
     /// What it measured of itself: prompt tokens computed in a second of prefill. Not in what is registered, which is
     /// written before anything is computed, but in its answer to who it is.
     pub prefill_tokens_per_sec: Option<f32>,
+    /// Bytes of KV of one token; `None` if it did not say.
+    pub kv_bytes_per_token: Option<u64>,
     /// Name of its KV transport.
     pub kv_transport: Option<String>,
     /// It takes no new requests.

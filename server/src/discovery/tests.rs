@@ -27,6 +27,7 @@ pub(crate) fn record(worker_id: &str, incarnation: u64) -> WorkerRecord {
         events: None,
         hash_scheme: None,
         prefill_tokens_per_sec: None,
+        kv_bytes_per_token: None,
         kv_transport: None,
         draining: false,
         labels: BTreeMap::new(),

@@ -1,6 +1,8 @@
 //! Discovery through an API server that answers as Kubernetes 1.31 does (objects recorded from one, shortened).
 
 use std::collections::VecDeque;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -8,10 +10,10 @@ use axum::extract::{Query, State};
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
-use server::discovery::kubernetes::{ApiServer, KubernetesDiscovery};
+use server::discovery::kubernetes::KubernetesDiscovery;
 use server::discovery::{Change, Discovery, WorkerRecord};
 use server::router::WorkerRole;
-use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::sync::mpsc::{Receiver, UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use crate::support::until;
 
@@ -24,6 +26,7 @@ struct Api {
     /// The open watches' ends.
     watches: Mutex<Vec<UnboundedSender<String>>>,
     asked: Mutex<Vec<Params>>,
+    forbidden: AtomicBool,
 }
 
 impl Api {
@@ -39,8 +42,9 @@ impl Api {
 }
 
 async fn slices(State(api): State<Arc<Api>>, Query(params): Query<Params>, headers: HeaderMap) -> Response {
-    if headers.get("authorization").is_none_or(|value| value != "Bearer secret") {
-        let said = json!({ "kind": "Status", "message": "endpointslices is forbidden", "code": 403 });
+    let forbidden = api.forbidden.load(Ordering::Relaxed);
+    if forbidden || headers.get("authorization").is_none_or(|value| value != "Bearer secret") {
+        let said = failure(403, "Forbidden", "endpointslices is forbidden");
         return (StatusCode::FORBIDDEN, said.to_string()).into_response();
     }
     api.asked.lock().unwrap().push(params.clone());
@@ -56,6 +60,14 @@ async fn slices(State(api): State<Arc<Api>>, Query(params): Query<Params>, heade
         Some((Ok::<_, std::io::Error>(line), receiver))
     });
     axum::body::Body::from_stream(stream).into_response()
+}
+
+/// What the server says when it refuses.
+fn failure(code: u16, reason: &str, message: &str) -> Value {
+    json!({
+        "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
+        "reason": reason, "message": message, "code": code,
+    })
 }
 
 fn slice(name: &str, role: &str, endpoints: Value) -> Value {
@@ -89,6 +101,13 @@ fn list(version: &str, items: Value) -> Value {
     })
 }
 
+/// Where `api` answers, to whoever has the token in the file.
+async fn server(api: &Arc<Api>, token: &Path) -> kube::Config {
+    let mut config = kube::Config::new(serve(api.clone()).await.parse().unwrap());
+    config.auth_info.token_file = Some(token.display().to_string());
+    config
+}
+
 async fn serve(api: Arc<Api>) -> String {
     let path = "/apis/discovery.k8s.io/v1/namespaces/llm/endpointslices";
     let routes = axum::Router::new().route(path, axum::routing::get(slices)).with_state(api);
@@ -96,6 +115,11 @@ async fn serve(api: Arc<Api>) -> String {
     let url = format!("http://{}", listener.local_addr().unwrap());
     tokio::spawn(async move { axum::serve(listener, routes).await });
     url
+}
+
+/// The next change, which comes soon or never.
+async fn next(changes: &mut Receiver<Change>) -> Option<Change> {
+    tokio::time::timeout(Duration::from_secs(20), changes.recv()).await.expect("no change came")
 }
 
 fn joined(change: Option<Change>) -> WorkerRecord {
@@ -112,13 +136,13 @@ async fn ready_endpoints_are_workers() {
     api.lists.lock().unwrap().push_back(list("100", json!([slice("s1", "decode", pods)])));
     let dir = tempfile::tempdir().unwrap();
     let token = dir.path().join("token");
-    std::fs::write(&token, "secret\n").unwrap();
-    let server = ApiServer { url: serve(api.clone()).await, token_file: Some(token) };
+    std::fs::write(&token, "secret").unwrap();
     let selector = "kubernetes.io/service-name=workers".to_owned();
-    let discovery = KubernetesDiscovery::new(reqwest::Client::new(), server, "llm".into(), selector.clone());
+    let server = server(&api, &token).await;
+    let discovery = KubernetesDiscovery::new(Some(server), Some("llm".into()), selector.clone());
     let mut changes = discovery.watch().await.unwrap();
 
-    let first = joined(changes.recv().await);
+    let first = joined(next(&mut changes).await);
     assert_eq!((first.worker_id.as_str(), first.url.as_str()), ("w-1", "http://10.0.0.1:8000"));
     assert_eq!((first.role, first.draining), (WorkerRole::Decode, false));
     until("it watches", || api.watching() == 1).await;
@@ -128,32 +152,34 @@ async fn ready_endpoints_are_workers() {
     // The second becomes ready, the first terminates and drains, then is gone.
     let pods = json!([endpoint("10.0.0.1", "w-1", true, false), endpoint("10.0.0.2", "w-2", true, false)]);
     api.say("MODIFIED", slice("s1", "decode", pods));
-    assert_eq!(joined(changes.recv().await).worker_id, "w-2");
+    assert_eq!(joined(next(&mut changes).await).worker_id, "w-2");
     let pods = json!([endpoint("10.0.0.1", "w-1", false, true), endpoint("10.0.0.2", "w-2", true, false)]);
     api.say("MODIFIED", slice("s1", "decode", pods));
-    let Some(Change::Changed(draining)) = changes.recv().await else { panic!("it does not drain") };
+    let Some(Change::Changed(draining)) = next(&mut changes).await else { panic!("it does not drain") };
     assert_eq!((draining.incarnation, draining.draining), (first.incarnation, true));
-    api.say("BOOKMARK", json!({ "metadata": { "resourceVersion": "200" } }));
+    api.say("BOOKMARK", json!({
+        "kind": "EndpointSlice", "apiVersion": "discovery.k8s.io/v1", "metadata": { "resourceVersion": "200" },
+    }));
     api.say("MODIFIED", slice("s1", "decode", json!([endpoint("10.0.0.2", "w-2", true, false)])));
-    assert!(matches!(changes.recv().await, Some(Change::Left { worker, .. }) if worker == first.incarnation));
+    assert!(matches!(next(&mut changes).await, Some(Change::Left { worker, .. }) if worker == first.incarnation));
 
     // Something that is no slice is counted; the others stay as they are.
-    api.say("ADDED", json!({ "metadata": { "name": "s9" }, "endpoints": "none" }));
+    api.say("ADDED", json!({ "metadata": { "name": "s9", "resourceVersion": "201" }, "endpoints": "none" }));
     // Null lists are empty ones, an IPv6 address gets its brackets, another role its own.
     api.say("ADDED", slice("s2", "prefill", Value::Null));
     api.say("MODIFIED", slice("s2", "prefill", json!([{ "addresses": ["fd00::1"] }])));
-    let third = joined(changes.recv().await);
+    let third = joined(next(&mut changes).await);
     assert_eq!((third.url.as_str(), third.role), ("http://[fd00::1]:8000", WorkerRole::Prefill));
     assert_eq!(discovery.invalid_records(), 1);
     api.say("DELETED", slice("s2", "prefill", Value::Null));
-    assert!(matches!(changes.recv().await, Some(Change::Left { worker, .. }) if worker == third.incarnation));
+    assert!(matches!(next(&mut changes).await, Some(Change::Left { worker, .. }) if worker == third.incarnation));
 
     // The server has forgotten the version: list again. A pod of the same name at another address is another worker.
     let pods = json!([endpoint("10.0.0.3", "w-2", true, false)]);
     *api.lists.lock().unwrap() = VecDeque::from([list("300", json!([slice("s1", "decode", pods)]))]);
-    api.say("ERROR", json!({ "kind": "Status", "code": 410, "message": "too old resource version" }));
-    assert!(matches!(changes.recv().await, Some(Change::Left { .. })));
-    assert_eq!(joined(changes.recv().await).url, "http://10.0.0.3:8000");
+    api.say("ERROR", failure(410, "Expired", "too old resource version"));
+    assert!(matches!(next(&mut changes).await, Some(Change::Left { .. })));
+    assert_eq!(joined(next(&mut changes).await).url, "http://10.0.0.3:8000");
 }
 
 /// Without the right to list, the reason is in the log, and the watch goes on trying.
@@ -164,12 +190,15 @@ async fn a_refusal_is_no_end() {
     api.lists.lock().unwrap().push_back(list("1", json!([slice("s1", "both", pods)])));
     let dir = tempfile::tempdir().unwrap();
     let token = dir.path().join("token");
-    let server = ApiServer { url: serve(api.clone()).await, token_file: Some(token.clone()) };
-    let discovery = KubernetesDiscovery::new(reqwest::Client::new(), server, "llm".into(), String::new());
-    let mut changes = discovery.watch().await.unwrap();
-    std::fs::write(&token, "wrong").unwrap();
-    assert!(tokio::time::timeout(Duration::from_millis(300), changes.recv()).await.is_err());
-    // The token is rotated.
     std::fs::write(&token, "secret").unwrap();
-    assert_eq!(joined(changes.recv().await).worker_id, "w-1");
+    api.forbidden.store(true, Ordering::Relaxed);
+    // The namespace is that of the configuration.
+    let mut server = server(&api, &token).await;
+    server.default_namespace = "llm".into();
+    let discovery = KubernetesDiscovery::new(Some(server), None, String::new());
+    let mut changes = discovery.watch().await.unwrap();
+    assert!(tokio::time::timeout(Duration::from_millis(300), changes.recv()).await.is_err());
+    // A role is bound to the account.
+    api.forbidden.store(false, Ordering::Relaxed);
+    assert_eq!(joined(next(&mut changes).await).worker_id, "w-1");
 }

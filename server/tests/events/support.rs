@@ -53,6 +53,7 @@ pub fn record(incarnation: u64, events: Option<EventEndpoints>) -> WorkerRecord 
         events,
         hash_scheme: Some(HASH_SCHEME.into()),
         prefill_tokens_per_sec: None,
+        kv_bytes_per_token: None,
         kv_transport: None,
         draining: false,
         labels: BTreeMap::new(),
