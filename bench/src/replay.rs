@@ -68,7 +68,7 @@ pub struct Args {
     )]
     modes: Vec<String>,
     /// Write everything to this file.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", value_parser = crate::output::file)]
     json: Option<PathBuf>,
 }
 

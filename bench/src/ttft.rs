@@ -77,7 +77,7 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 2)]
     warmup: usize,
     /// Write everything to this file: every token of every request, the machine, the command.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", value_parser = crate::output::file)]
     json: Option<PathBuf>,
     /// Decides the prompts.
     #[arg(long, value_name = "N", default_value_t = 0)]

@@ -86,6 +86,8 @@ pub enum PrefillBy {
     Here,
     /// This prefill worker, as far as it can; else this one.
     Peer(PeerId),
+    /// A prefill worker was to, and there is no link to it; this one.
+    Unlinked,
 }
 
 /// One sequence to continue.
@@ -165,6 +167,8 @@ pub struct Timeline {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KvFault {
+    /// There was no link to the prefill worker that was named.
+    NotLinked,
     LinkLost,
     /// The prefill worker said no, or that it failed.
     Refused,
@@ -180,6 +184,7 @@ impl KvFault {
     /// Stable label for metrics and answers.
     pub fn label(self) -> &'static str {
         match self {
+            KvFault::NotLinked => "not_linked",
             KvFault::LinkLost => "link_lost",
             KvFault::Refused => "refused",
             KvFault::Miscounted => "miscounted",

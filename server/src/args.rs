@@ -1,13 +1,15 @@
 //! The command line of `serve`, as written by the user. [`crate::config::Config`] is its checked form.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 
-use clap::{Parser, ValueEnum};
+use clap::parser::ValueSource;
+use clap::{Arg, CommandFactory, FromArgMatches, Parser, ValueEnum};
 use kernels::cpu::Isa;
 
 use transfer::faulty::Faults;
 
-use crate::frontend::args::FrontendArgs;
+use crate::frontend::args::{FrontendArgs, ROUTER};
 use crate::size::ByteSize;
 use crate::worker::presence::PresenceArgs;
 
@@ -181,6 +183,28 @@ pub struct Args {
     pub check_invariants: bool,
 }
 
+impl Args {
+    /// The arguments, and those flags among them that do nothing in their role. Errors: clap's, for `exit`.
+    pub fn read<I>(argv: I) -> Result<(Self, Vec<String>), clap::Error>
+    where
+        I: IntoIterator,
+        I::Item: Into<OsString> + Clone,
+    {
+        // A negative number is a value that is refused with what was expected, not a flag that nobody knows.
+        let command = Self::command().mut_args(|arg| match arg.get_action().takes_values() {
+            true => arg.allow_negative_numbers(true),
+            false => arg,
+        });
+        let matches = command.clone().try_get_matches_from(argv)?;
+        let args = Self::from_arg_matches(&matches)?;
+        let given =
+            |arg: &&Arg| matches.value_source(arg.get_id().as_str()) == Some(ValueSource::CommandLine);
+        let idle = command.get_arguments().filter(given).filter(|arg| !args.role.heeds(arg));
+        let idle = idle.filter_map(|arg| Some(format!("--{}", arg.get_long()?))).collect();
+        Ok((args, idle))
+    }
+}
+
 /// What a worker does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Role {
@@ -281,6 +305,18 @@ impl Role {
         }
     }
 
+    /// Whether the flag does anything in this role.
+    fn heeds(self, flag: &Arg) -> bool {
+        let (heading, name) = (flag.get_help_heading().unwrap_or_default(), flag.get_id().as_str());
+        match self {
+            Role::Frontend if [MODEL, DISAGG].contains(&heading) => {
+                ["model", "served_model_name", "role", "prefill"].contains(&name)
+            }
+            Role::Frontend => ![ENGINE, KV_CACHE].contains(&heading),
+            Role::Both | Role::Prefill | Role::Decode => heading != ROUTER,
+        }
+    }
+
     /// Whether clients' completions are answered here.
     pub fn serves_completions(self) -> bool {
         self != Role::Prefill
@@ -345,8 +381,6 @@ pub(crate) fn positive_secs(text: &str) -> Result<f64, String> {
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory;
-
     use super::*;
 
     #[test]
@@ -360,6 +394,23 @@ mod tests {
             assert!(arg.get_help().is_some(), "--{} has no help", arg.get_id());
             assert!(arg.get_help_heading().is_some(), "--{} has no heading", arg.get_id());
         }
+    }
+
+    #[test]
+    fn flags_without_meaning_in_a_role_were_taken_in_silence() {
+        let idle = |flags: &str| {
+            Args::read(["serve"].into_iter().chain(flags.split(' '))).expect("valid flags").1.join(" ")
+        };
+        assert_eq!(
+            idle("--role frontend --model M --port 0 --prefill http://a:1 --router-mode kv --namespace n"),
+            ""
+        );
+        assert_eq!(
+            idle("--role frontend --dtype f32 --block-size 16 --kv-checksum"),
+            "--kv-checksum --dtype --block-size"
+        );
+        assert_eq!(idle("--role decode --model M --dtype f32 --prefill http://a:1 --namespace n"), "");
+        assert_eq!(idle("--model M --router-mode kv"), "--router-mode");
     }
 
     #[test]
@@ -384,7 +435,7 @@ mod tests {
             (&["--cpu-isa", "mmx"], &["mmx", "--cpu-isa", "portable"]),
             (&["--quantization", "int4"], &["int4", "--quantization", "int8"]),
             (&["--cpu-affinity", ""], &["--cpu-affinity", "0,2-3"]),
-            (&["--request-timeout-secs=-1"], &["'-1'", "--request-timeout-secs", "above 0"]),
+            (&["--request-timeout-secs", "-1"], &["'-1'", "--request-timeout-secs", "above 0"]),
             (&["--request-timeout-secs", "0"], &["'0'", "--request-timeout-secs", "above 0"]),
             (
                 &["--num-kv-blocks", "5", "--kv-cache-memory-bytes", "1GiB"],
@@ -393,7 +444,7 @@ mod tests {
         ];
         for (flags, expected) in cases {
             let argv = ["serve", "--model", "demo"].iter().chain(flags.iter());
-            let message = Args::try_parse_from(argv).unwrap_err().to_string();
+            let message = Args::read(argv).unwrap_err().to_string();
             for part in *expected {
                 assert!(message.contains(part), "{flags:?}: {part:?} is not in {message}");
             }

@@ -110,7 +110,7 @@ pub enum ConfigError {
     BadValue { flag: &'static str, value: String, expected: String },
     #[error("--model is {value:?}: {source}")]
     Model { value: String, source: ModelError },
-    #[error("--kv-transport: {0}")]
+    #[error("--kv-transport (KV_TRANSPORT): {0}")]
     Transport(transfer::TransferError),
     #[error("--prefill is {value:?}, but --role is {}: only --role decode and frontend take prefill workers", role.as_str())]
     PrefillNeedsDecode { value: String, role: Role },
@@ -336,7 +336,7 @@ mod tests {
             (&["--model", "demo", "--nixl-dir", "/no"], "--nixl-dir is \"/no\", expected an existing folder"),
             (
                 &["--model", "demo", "--kv-transport", "pigeon"],
-                "--kv-transport: KV transport \"pigeon\" is not known; valid: auto, ",
+                "--kv-transport (KV_TRANSPORT): KV transport \"pigeon\" is not known; valid: auto, ",
             ),
             (&["--model", "demo", "--served-model-name", ""], "--served-model-name is \"\", expected a name"),
         ];

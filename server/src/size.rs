@@ -22,7 +22,7 @@ const UNITS: [(&str, u64); 10] = [
 
 /// The text is not a size.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("expected a size of at least 1 byte, such as 1073741824, 512MiB or 1GiB")]
+#[error("expected a size of at least 1 byte and below 16777216TiB, such as 1073741824, 512MiB or 1GiB")]
 pub struct NotASize;
 
 impl FromStr for ByteSize {

@@ -92,6 +92,52 @@ async fn rt_01_workers_without_events_cost_no_hits_and_are_loud() {
     }
 }
 
+/// vLLM's path was 404 on a frontend; and a guess knows nothing of what the worker threw away.
+#[tokio::test]
+async fn a_reset_through_the_frontend_reaches_every_worker_and_the_guesses() {
+    let mut fleet = Fleet::start_unready(&[EVENTS, SILENT], "").await;
+    followed(&fleet.client(), 1).await;
+    let asked = prompts::ids(321, 3);
+    for worker in &fleet.workers {
+        worker.client().answer(&Ask::completion(asked.clone()).max_tokens(1)).await;
+    }
+    // The silent one's cache is guessed from requests: this one goes to it, since it has fewer.
+    overlaps_become(&fleet.client(), &asked, &[0, 20]).await;
+    let others = [prompts::ids(321, 4), prompts::ids(321, 5)];
+    for prompt in &others {
+        fleet.client().answer(&Ask::completion(prompt.clone()).max_tokens(1)).await;
+    }
+    let known = |front: Client| async move {
+        let mut sum = 0;
+        for prompt in [prompts::ids(321, 3), prompts::ids(321, 4), prompts::ids(321, 5)] {
+            sum += overlaps(&front, &prompt).await.iter().sum::<u64>();
+        }
+        sum
+    };
+    let known_becomes = async |expected| {
+        until(SOON, &format!("an index of {expected} blocks"), || async {
+            let known = known(fleet.client()).await;
+            (known == expected).then_some(()).ok_or(format!("{known} blocks"))
+        })
+        .await;
+    };
+    known_becomes(60).await;
+    let (status, said) = fleet.client().post("/reset_prefix_cache", &json!({})).await.expect("an answer");
+    assert_eq!((status, said["workers"].as_array().map(Vec::len)), (200, Some(2)), "{said}");
+    known_becomes(0).await;
+    for worker in &fleet.workers {
+        let answer = worker.client().answer(&Ask::completion(asked.clone()).max_tokens(1)).await;
+        assert_eq!(answer.usage.cached, 0);
+    }
+    fleet.workers[0].kill();
+    let (status, said) = fleet.client().post("/reset_prefix_cache", &json!({})).await.expect("an answer");
+    let failed = said["workers"].as_array().expect("a list").iter().filter(|one| one["reset"] == false);
+    assert_eq!((status, failed.count()), (503, 1), "{said}");
+    let (status, text) = fleet.client().get("/route/index?fix=banana").await.expect("an answer");
+    let error: Value = serde_json::from_str(&text).expect("JSON");
+    assert!(status == 400 && error["error"]["message"].as_str().is_some_and(|m| m.contains("fix")), "{text}");
+}
+
 #[tokio::test]
 async fn required_events_keep_a_silent_worker_out() {
     let fleet = Fleet::start_unready(&[SILENT, EVENTS], "--router-kv-events-required").await;

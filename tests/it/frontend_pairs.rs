@@ -164,3 +164,36 @@ async fn a_prefill_worker_that_dies_costs_nobody_an_answer() {
     .await;
     pair.settled().await;
 }
+
+/// A decode worker that does not fit the prefill worker that its frontend names computed the prompts itself, and only its
+/// log said so: nothing was counted anywhere, and the answer named a prefill worker that had done nothing.
+#[tokio::test]
+async fn a_pair_that_does_not_fit_was_passed_over_in_silence() {
+    let dir = tempfile::tempdir().expect("a temporary folder can be made");
+    let deployment = Deployment::split("socket");
+    let start = |name, flags| Worker::start(dir.path(), deployment.launch(name, flags, &[]));
+    let prefill = start("prefill", "--role prefill --kv-layout-version 9").await;
+    let decode = start("decode", "--role decode").await;
+    prefill.health_is("ready").await;
+    decode.health_is("ready").await;
+    let flags = format!(
+        "--prefill {} --decode {} --disagg-policy always --no-router-kv-events",
+        prefill.client().url(),
+        decode.client().url()
+    );
+    let front = front_with(dir.path(), &flags).await;
+    front.health_is("ready").await;
+    for (count, streamed) in [false, true].into_iter().enumerate() {
+        let ask = Ask::completion(prompts::ids(100, 3 + count as u64)).with("return_timeline", true);
+        let ask = if streamed { ask.streamed() } else { ask };
+        let (status, headers, text) = front.client().exchange(&ask).await.expect("an answer");
+        assert!(status == 200 && text.contains("\"recomputed\":\"not_linked\""), "{status} {text}");
+        assert_eq!(header(&headers, "x-kvferry-prefill-worker"), None);
+        assert_eq!(header(&headers, "x-kvferry-prefill"), None);
+        assert_eq!(header(&headers, "x-kvferry-worker").as_deref(), Some(decode.client().url()));
+    }
+    let counted = decode.client().metrics().await;
+    assert_eq!(counted.labelled("kvferry:ticket_faults_total", "not_linked"), 2.0);
+    let counted = front.client().metrics().await;
+    assert_eq!(counted.value("kvferry_frontend_prefill_unlinked_total"), 2.0);
+}

@@ -48,7 +48,7 @@ pub struct Args {
     #[command(flatten)]
     cpu: Cpu,
     /// Write the results to this file.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", value_parser = crate::output::file)]
     json: Option<PathBuf>,
 }
 

@@ -32,7 +32,7 @@ pub struct Args {
     #[arg(long, value_name = "TEXT")]
     only: Option<String>,
     /// Write the results to this file.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", value_parser = crate::output::file)]
     json: Option<PathBuf>,
 }
 

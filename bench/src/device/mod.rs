@@ -50,7 +50,7 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = positive)]
     repeats: usize,
     /// Write everything to this file.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", value_parser = crate::output::file)]
     json: Option<PathBuf>,
 }
 

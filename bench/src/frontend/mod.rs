@@ -62,13 +62,13 @@ pub struct Args {
     #[arg(long, value_name = "ARG", allow_hyphen_values = true)]
     serve_arg: Vec<String>,
     /// Write everything to this file.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", value_parser = crate::output::file)]
     json: Option<PathBuf>,
 }
 
 const AFTER_HELP: &str = "\
-`direct` is the worker without a router; `added` is the router's median less the direct one. `MB` is the router's memory \
-after the run (resident).
+`direct` is the worker without a router; `added` is the router's median less the direct one. `CPU us` is the router's CPU \
+time for a request (user and system), `MB` its memory after the run (resident).
 
 Examples:
   bench frontend
@@ -83,6 +83,8 @@ struct Run {
     concurrency: usize,
     direct: Option<Outcome>,
     routed: Outcome,
+    /// The router's CPU time for each request of the routed run.
+    cpu_us: Option<f64>,
     resident_mb: Option<f64>,
 }
 
@@ -195,13 +197,17 @@ fn measure(
     let direct = direct.map(|direct| go(direct, short)).transpose()?;
     // Connections are made, and whatever is made only once.
     go(routed, Until::Count(20 * concurrency as u64))?;
+    let before = pid.and_then(cpu_seconds);
     let routed = go(routed, until)?;
-    Ok(Run { kind, concurrency, direct, routed, resident_mb: pid.and_then(resident_mb) })
+    let cpu_us = pid.and_then(cpu_seconds).zip(before).filter(|_| routed.requests > 0);
+    let cpu_us = cpu_us.map(|(after, before)| (after - before) * 1e6 / routed.requests as f64);
+    Ok(Run { kind, concurrency, direct, routed, cpu_us, resident_mb: pid.and_then(resident_mb) })
 }
 
 fn table(runs: &[Run]) -> Table {
     let mut table = Table::new(&[
-        "<kind", "at", "req/s", "p50 ms", "p99 ms", "max ms", "failed", "direct", "p50", "added", "MB",
+        "<kind", "at", "req/s", "p50 ms", "p99 ms", "max ms", "failed", "direct", "p50", "added", "CPU us",
+        "MB",
     ]);
     for run in runs {
         let direct = run.direct.as_ref();
@@ -217,6 +223,7 @@ fn table(runs: &[Run]) -> Table {
             direct.map_or("-".into(), rate),
             direct.map_or("-".into(), |direct| ms(direct.p50_ms)),
             direct.map_or("-".into(), |direct| ms(run.routed.p50_ms - direct.p50_ms)),
+            run.cpu_us.map_or("-".into(), |us| format!("{us:.0}")),
             run.resident_mb.map_or("-".into(), |mb| format!("{mb:.0}")),
         ]);
     }
@@ -250,4 +257,31 @@ fn resident_mb(pid: u32) -> Option<f64> {
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
     let kb: f64 = line.trim().trim_end_matches(" kB").parse().ok()?;
     Some(kb * 1024.0 / 1e6)
+}
+
+/// User and system time of a process and its threads since its start, in ticks of 10 ms.
+fn cpu_seconds(pid: u32) -> Option<f64> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The second field is a name in brackets, which may hold anything; the 14th and 15th are the times.
+    let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
+    let ticks = fields.get(11)?.parse::<f64>().ok()? + fields.get(12)?.parse::<f64>().ok()?;
+    Some(ticks / 100.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use super::*;
+
+    #[test]
+    fn cpu_time_counts_what_was_computed() {
+        let before = cpu_seconds(std::process::id()).expect("this process");
+        let started = Instant::now();
+        while started.elapsed() < Duration::from_millis(300) {
+            std::hint::spin_loop();
+        }
+        let spent = cpu_seconds(std::process::id()).expect("this process") - before;
+        assert!(spent > 0.0 && spent < 60.0, "{spent} s");
+    }
 }

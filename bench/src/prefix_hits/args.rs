@@ -77,7 +77,7 @@ pub struct Args {
     #[arg(long, value_name = "ARG", allow_hyphen_values = true)]
     serve_arg: Vec<String>,
     /// Write everything to this file: every request, the machine, the command.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", value_parser = crate::output::file)]
     pub json: Option<PathBuf>,
     /// Decides prefixes, suffixes, order and workers.
     #[arg(long, value_name = "N", default_value_t = 0)]

@@ -34,7 +34,7 @@ pub struct Args {
     #[arg(long, value_name = "PATH|ID|demo", default_value = "demo")]
     model: String,
     /// Write the profile to this file.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", value_parser = crate::output::file)]
     json: PathBuf,
     /// What `serve --device` is to be.
     #[arg(long, value_name = "NAME", default_value = "cpu")]

@@ -67,7 +67,7 @@ pub struct Args {
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = Mode::value_variants().to_vec())]
     modes: Vec<Mode>,
     /// Write everything to this file.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", value_parser = crate::output::file)]
     json: Option<PathBuf>,
 }
 

@@ -17,23 +17,32 @@ use crate::ticket::{Arrived, Completed, Remote, Source};
 impl Core {
     /// Sends a new request's prompt to the least loaded prefill worker that can take it. False if it is better, or only
     /// possible, here: no prefill worker is up or none takes prompts so long, or all but the last block is cached here.
+    /// A worker that was named and is not linked is a fault.
     pub(super) fn try_remote(&mut self, id: RequestId, by: PrefillBy, now: Duration) -> bool {
         let request = &self.requests[&id];
         let (prompt_len, local_only) = (request.prompt_len, request.local_only);
         let asked = |peer: &PeerId| match by {
             PrefillBy::Anyone => true,
-            PrefillBy::Here => false,
+            PrefillBy::Here | PrefillBy::Unlinked => false,
             PrefillBy::Peer(named) => *peer == named,
         };
         let linked = self.prefill_peers.iter().filter(|(id, _)| asked(id));
         let prompt_peers = || linked.clone().filter(|(_, peer)| !peer.link.on_demand);
-        let Some(longest) = prompt_peers().map(|(_, peer)| peer.link.max_prompt).max() else { return false };
+        let longest = prompt_peers().map(|(_, peer)| peer.link.max_prompt).max();
         let fitting = prompt_peers().filter(|(_, peer)| prompt_len <= peer.link.max_prompt);
         let best = fitting.min_by_key(|(_, peer)| peer.load).map(|(id, peer)| (*id, peer.link.direction));
         let cached = self.cached_prefix(id).len() * self.config.block_size;
         if local_only || (cached > 0 && prompt_len - cached <= self.config.block_size) {
             return false;
         }
+        let Some(longest) = longest else {
+            let named = matches!(by, PrefillBy::Peer(_) | PrefillBy::Unlinked);
+            if named {
+                let reason = "the prefill worker that was named is not linked";
+                self.prefill_failed(id, KvFault::NotLinked, reason);
+            }
+            return named;
+        };
         let Some((peer, direction)) = best else {
             self.counters.prompts_too_long_for_prefill += 1;
             if self.config.kv_failure == KvFailure::Recompute {
@@ -356,6 +365,11 @@ impl Core {
     pub(super) fn remote_failed(&mut self, id: RequestId, fault: KvFault, reason: &str, clean: bool) {
         self.counters.tickets_failed += 1;
         self.drop_remote(id, !clean);
+        self.prefill_failed(id, fault, reason);
+    }
+
+    /// Computes the prompt of a request without a ticket here, or fails it.
+    fn prefill_failed(&mut self, id: RequestId, fault: KvFault, reason: &str) {
         let recompute = self.config.kv_failure == KvFailure::Recompute;
         let request_id = self.requests[&id].request_id.clone();
         self.effects.push(Effect::TicketFailed { request_id, fault, reason: reason.to_owned(), recompute });

@@ -143,8 +143,16 @@ impl Tile {
             match isa {
                 #[cfg(target_arch = "x86_64")]
                 Isa::Avx512Bf16 | Isa::AmxBf16 => by_rows!(self, rows, vnni),
+                // As many registers of columns as fit beside the sums: few rows then read the weight in order.
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx2 | Isa::Avx512 => by_rows!(self, rows, avx2),
+                Isa::Avx2 | Isa::Avx512 => match rows {
+                    1 => self.avx2::<1, 8>(),
+                    2 => self.avx2::<2, 4>(),
+                    3 => self.avx2::<3, 2>(),
+                    4 => self.avx2::<4, 2>(),
+                    5 => self.avx2::<5, 1>(),
+                    _ => self.avx2::<{ widen::ROWS }, 1>(),
+                },
                 _ => by_rows!(self, rows, portable),
             }
         }
@@ -186,32 +194,39 @@ impl Tile {
     /// As [`Self::run`].
     #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2")]
-    unsafe fn avx2<const R: usize>(&self) {
+    unsafe fn avx2<const R: usize, const V: usize>(&self) {
         use std::arch::x86_64::*;
-        for column in (0..COLUMNS).step_by(8) {
-            let mut sums = [_mm256_setzero_si256(); R];
-            // SAFETY: as in `portable`; a register is eight columns.
+        for column in (0..COLUMNS).step_by(8 * V) {
+            let mut sums = [[_mm256_setzero_si256(); V]; R];
+            // SAFETY: as in `portable`; `V` registers of eight columns.
             unsafe {
-                let c = |i: usize| self.c.add(i * self.c_row + column).cast::<__m256i>();
+                let c = |i: usize, j: usize| self.c.add(i * self.c_row + column + 8 * j).cast::<__m256i>();
                 if self.add {
-                    sums.iter_mut().enumerate().for_each(|(i, sum)| *sum = _mm256_loadu_si256(c(i)));
-                }
-                for word in 0..self.depth {
-                    let weights = _mm256_loadu_si256(self.b.add(word * COLUMNS + column).cast());
-                    let even = _mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(weights));
-                    let odd = _mm256_srai_epi16::<8>(weights);
-                    for (i, sum) in sums.iter_mut().enumerate() {
-                        let inputs = self.a.add(i * self.a_row + word).read_unaligned();
-                        let even_inputs = _mm256_set1_epi32((inputs & 0x00ff_00ff) as i32);
-                        let odd_inputs = _mm256_set1_epi32((inputs >> 8 & 0x00ff_00ff) as i32);
-                        let terms = _mm256_add_epi32(
-                            _mm256_madd_epi16(even, even_inputs),
-                            _mm256_madd_epi16(odd, odd_inputs),
-                        );
-                        *sum = _mm256_add_epi32(*sum, terms);
+                    for (i, row) in sums.iter_mut().enumerate() {
+                        row.iter_mut().enumerate().for_each(|(j, sum)| *sum = _mm256_loadu_si256(c(i, j)));
                     }
                 }
-                sums.iter().enumerate().for_each(|(i, sum)| _mm256_storeu_si256(c(i), *sum));
+                for word in 0..self.depth {
+                    let b = self.b.add(word * COLUMNS + column);
+                    for j in 0..V {
+                        let weights = _mm256_loadu_si256(b.add(8 * j).cast());
+                        let even = _mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(weights));
+                        let odd = _mm256_srai_epi16::<8>(weights);
+                        for (i, row) in sums.iter_mut().enumerate() {
+                            let inputs = self.a.add(i * self.a_row + word).read_unaligned();
+                            let even_inputs = _mm256_set1_epi32((inputs & 0x00ff_00ff) as i32);
+                            let odd_inputs = _mm256_set1_epi32((inputs >> 8 & 0x00ff_00ff) as i32);
+                            let terms = _mm256_add_epi32(
+                                _mm256_madd_epi16(even, even_inputs),
+                                _mm256_madd_epi16(odd, odd_inputs),
+                            );
+                            row[j] = _mm256_add_epi32(row[j], terms);
+                        }
+                    }
+                }
+                for (i, row) in sums.iter().enumerate() {
+                    row.iter().enumerate().for_each(|(j, sum)| _mm256_storeu_si256(c(i, j), *sum));
+                }
             }
         }
     }

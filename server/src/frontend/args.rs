@@ -4,7 +4,7 @@ use clap::{Args, ValueEnum};
 
 use crate::size::ByteSize;
 
-const ROUTER: &str = "Frontend";
+pub(crate) const ROUTER: &str = "Frontend";
 
 /// How `serve --role frontend` routes. Names follow Dynamo's and sglang-router's flags.
 #[derive(Clone, Debug, Args)]

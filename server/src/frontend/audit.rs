@@ -5,12 +5,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Json;
+use axum::extract::rejection::QueryRejection;
 use axum::extract::{Query, State};
 use axum::http::StatusCode;
 use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::state::Front;
+use crate::error::ApiError;
 use crate::events::snapshot::Reader;
 use crate::router::policy::BlockKey;
 use crate::router::shared::{IndexChange, WorkerStatus};
@@ -30,12 +32,16 @@ pub struct Options {
 
 /// For each worker: blocks in the index, blocks it really holds, and those that only one of the two has. While requests
 /// run, some events are always on their way: compare when it is quiet.
-pub async fn index(State(front): State<Arc<Front>>, Query(options): Query<Options>) -> Json<Value> {
+pub async fn index(
+    State(front): State<Arc<Front>>,
+    options: Result<Query<Options>, QueryRejection>,
+) -> Result<Json<Value>, ApiError> {
+    let Query(options) = options.map_err(|error| ApiError::bad_request(error.body_text()))?;
     let mut workers = Vec::new();
     for status in front.router.workers() {
         workers.push(audit(&front, &status, options.fix).await);
     }
-    Json(json!({ "sizes": front.router.sizes(), "workers": workers }))
+    Ok(Json(json!({ "sizes": front.router.sizes(), "workers": workers })))
 }
 
 async fn audit(front: &Front, status: &WorkerStatus, fix: bool) -> Value {

@@ -190,10 +190,14 @@ async fn answer(
     let (mut head, body) = response.into_parts();
     let cached = head.headers.get(headers::CACHED_TOKENS).and_then(|value| value.to_str().ok()?.parse().ok());
     flight.cached(cached);
+    let unlinked = head.headers.get(headers::PREFILL) == Some(&headers::UNLINKED);
     let streams = is_stream(&head.headers) && head.status == StatusCode::OK;
     let retry_after = retry_after(&head.headers);
     headers::to_client(&mut head.headers);
     tell(&mut head.headers, flight.decision());
+    if unlinked {
+        not_prefilled(front, &order.request_id, &mut head.headers, flight.decision());
+    }
     if streams {
         return stream(front, order, flight, head, body).await;
     }
@@ -286,6 +290,21 @@ fn tell(headers: &mut HeaderMap, decision: &Decision) {
         headers.insert(headers::PREFILL_WORKER, header_value(&prefill.worker.name));
         headers.insert(headers::PREFILL_ID, header_value(&prefill.life.id.to_string()));
     }
+}
+
+/// The decode worker has no link to the prefill worker that was chosen, and computed the prompt itself.
+fn not_prefilled(front: &Front, request_id: &str, answer: &mut HeaderMap, decision: &Decision) {
+    answer.remove(headers::PREFILL_WORKER);
+    answer.remove(headers::PREFILL_ID);
+    let Some(prefill) = &decision.prefill else { return };
+    let (worker, prefill) = (&decision.serve.worker.name, &prefill.worker.name);
+    front.metrics.prefill_unlinked.with_label_values(&[worker.as_str(), prefill.as_str()]).inc();
+    tracing::warn!(
+        request_id,
+        worker,
+        prefill,
+        "the decode worker has no link to the prefill worker and computed the prompt itself"
+    );
 }
 
 fn header_value(text: &str) -> HeaderValue {

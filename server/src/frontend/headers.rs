@@ -6,6 +6,9 @@ use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
 /// Tells a decode worker of ours who computes the prompt: a prefill worker's address, or `local`.
 pub const PREFILL: HeaderName = HeaderName::from_static("x-kvferry-prefill");
 
+/// Under the same name, a decode worker's answer to an address that it has no link to.
+pub const UNLINKED: HeaderValue = HeaderValue::from_static("unlinked");
+
 /// A worker of ours says how many prompt tokens it found cached.
 pub const CACHED_TOKENS: HeaderName = HeaderName::from_static("x-kvferry-cached-tokens");
 
@@ -56,7 +59,7 @@ pub fn to_worker(client: &HeaderMap, request_id: &str) -> HeaderMap {
 
 /// A worker's headers as the client gets them.
 pub fn to_client(worker: &mut HeaderMap) {
-    for name in HOP.iter().chain([&CACHED_TOKENS, &header::DATE]) {
+    for name in HOP.iter().chain([&CACHED_TOKENS, &PREFILL, &header::DATE]) {
         worker.remove(name);
     }
 }

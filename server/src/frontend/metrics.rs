@@ -41,6 +41,7 @@ pub struct FrontMetrics {
     pub rejected: IntCounterVec,
     pub broken_streams: IntCounter,
     pub worker_failures: IntCounterVec,
+    pub prefill_unlinked: IntCounterVec,
     pub worker_up: IntGaugeVec,
     pub worker_active: IntGaugeVec,
     pub worker_blocks: IntGaugeVec,
@@ -141,6 +142,11 @@ impl FrontMetrics {
                 "kvferry_frontend_worker_failures_total",
                 "Requests that a worker failed.",
                 &["worker", "reason"],
+            )?,
+            prefill_unlinked: r.counters(
+                "kvferry_frontend_prefill_unlinked_total",
+                "Prompts that a decode worker computed since it has no link to the prefill worker chosen for them.",
+                &["worker", "prefill_worker"],
             )?,
             worker_up: r.gauges(
                 "kvferry_frontend_worker_up",

@@ -102,6 +102,35 @@ pub async fn detokenize(State(front): State<Arc<Front>>, body: Bytes) -> Result<
     forward(&front, "/detokenize", body).await
 }
 
+/// vLLM's name, for all workers that can be reached: 200 if each has an empty prefix cache now, else 503 with what each said.
+/// What was guessed of those that publish no events is forgotten.
+pub async fn reset_prefix_cache(State(front): State<Arc<Front>>) -> Response<Body> {
+    let workers = front.fleet.all();
+    let resets = workers.iter().map(|worker| async {
+        let uri = worker.uri("/reset_prefix_cache").ok_or("not a path")?;
+        let answer = front.upstream.post_json(uri, Bytes::new(), front.config.probe_timeout).await;
+        let (status, body) = answer.map_err(|error| error.to_string())?;
+        if !status.is_success() {
+            return Err(format!("it answered {status}: {}", String::from_utf8_lossy(&body)));
+        }
+        if let Some(life) = worker.life() {
+            front.router.forget_guesses(life.id);
+        }
+        Ok(())
+    });
+    let outcomes: Vec<Result<(), String>> = futures_util::future::join_all(resets).await;
+    let status = match outcomes.iter().all(Result::is_ok) && !workers.is_empty() {
+        true => StatusCode::OK,
+        false => StatusCode::SERVICE_UNAVAILABLE,
+    };
+    let said: Vec<_> = workers
+        .iter()
+        .zip(outcomes)
+        .map(|(worker, outcome)| json!({ "url": worker.name, "reset": outcome.is_ok(), "reason": outcome.err() }))
+        .collect();
+    (status, Json(json!({ "workers": said }))).into_response()
+}
+
 async fn forward(front: &Front, path: &str, body: Bytes) -> Result<Response<Body>, ApiError> {
     front.app.admit()?;
     let now = Instant::now();

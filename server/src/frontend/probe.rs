@@ -163,6 +163,7 @@ fn made_up(front: &Front, worker: &Worker, models: &[ModelCard]) -> WorkerRecord
         events,
         hash_scheme: None,
         prefill_tokens_per_sec: None,
+        kv_bytes_per_token: None,
         kv_transport: None,
         draining: false,
         labels: Default::default(),

@@ -32,6 +32,7 @@ pub fn router(front: Arc<Front>) -> Router {
         .route("/v1/models/{id}", get(ops::model))
         .route("/tokenize", post(ops::tokenize))
         .route("/detokenize", post(ops::detokenize))
+        .route("/reset_prefix_cache", post(ops::reset_prefix_cache))
         .route("/health", get(ops::health))
         .route("/live", get(crate::ops::live))
         .route("/ping", get(crate::ops::live).post(crate::ops::live))

@@ -72,13 +72,12 @@ impl Named {
         Self { context, demand, configured, others, keepers: Arc::default() }
     }
 
-    /// Who computes the prompt, in the engine's words. A worker that cannot be linked is no reason to fail: the prompt
-    /// is computed here.
+    /// Who computes the prompt, in the engine's words.
     pub async fn prefill(&self, name: &PrefillName) -> PrefillBy {
         match name {
             PrefillName::Unnamed => PrefillBy::Anyone,
             PrefillName::Here => PrefillBy::Here,
-            PrefillName::At(url) => self.peer(url).await.map_or(PrefillBy::Here, PrefillBy::Peer),
+            PrefillName::At(url) => self.peer(url).await.map_or(PrefillBy::Unlinked, PrefillBy::Peer),
         }
     }
 
@@ -94,7 +93,7 @@ impl Named {
         match timeout(LINKED_WITHIN, peers.settled(url)).await {
             Ok(Linked::Up(peer)) => Some(peer),
             _ => {
-                tracing::warn!(peer = %url, "the named prefill worker is not linked; the prompt is computed here");
+                tracing::warn!(peer = %url, "the named prefill worker is not linked");
                 None
             }
         }

@@ -16,6 +16,7 @@ use super::options::Options;
 use super::response::{Answer, Api, Envelope, Usage};
 use super::sse;
 use crate::error::ApiError;
+use crate::frontend::headers::{PREFILL, UNLINKED};
 use crate::layers::RequestId;
 use crate::link::named::PrefillName;
 use crate::state::{AppState, Handoffs, Serving, unix_time};
@@ -42,12 +43,17 @@ pub async fn respond(state: &Arc<AppState>, serving: &Serving, job: Job) -> Resu
         kept: Arc::default(),
     };
     let source = KvSource { fetch: job.kv.fetch(state).await?, prefill: prefill(state, &job.prefill).await };
+    let unlinked = source.prefill == PrefillBy::Unlinked;
     let choices = submit(state, serving, &job, &source, &extras)?;
     let envelope = Envelope::new(job.api, &job.request_id.0, unix_time(), &state.model_name);
-    match job.options.stream {
-        Some(stream) => sse::respond(envelope, stream, extras, choices, state.drain.clone()).await,
-        None => Ok(collect(envelope, &job.options, extras, choices).await?.into_response()),
+    let mut response = match job.options.stream {
+        Some(stream) => sse::respond(envelope, stream, extras, choices, state.drain.clone()).await?,
+        None => collect(envelope, &job.options, extras, choices).await?.into_response(),
+    };
+    if unlinked {
+        response.headers_mut().insert(PREFILL, UNLINKED);
     }
+    Ok(response)
 }
 
 /// Where the KV of a request's prompts comes from.

@@ -98,6 +98,7 @@ pub fn load(config: &Config, state: &Arc<AppState>) -> anyhow::Result<Worker> {
         incarnation,
         num_blocks: pool.num_blocks(),
         max_model_len,
+        kv_bytes_per_token: pool.layout().token_bytes() as u64,
         kv_transport: linked.as_ref().map(|(_, hello, _)| hello.transport.clone()),
     };
     let address = *state.address.get().expect("the port is taken before anything is loaded. This is a bug.");

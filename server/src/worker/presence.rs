@@ -79,6 +79,7 @@ pub struct Facts {
     pub incarnation: u64,
     pub num_blocks: usize,
     pub max_model_len: usize,
+    pub kv_bytes_per_token: u64,
     pub kv_transport: Option<String>,
 }
 
@@ -127,6 +128,7 @@ impl Presence {
             events: publisher.as_ref().map(|publisher| publisher.endpoints(&host, Some(snapshot_url))),
             hash_scheme: Some(HASH_SCHEME.to_owned()),
             prefill_tokens_per_sec: None,
+            kv_bytes_per_token: Some(facts.kv_bytes_per_token),
             kv_transport: facts.kv_transport,
             draining: false,
             labels: Default::default(),

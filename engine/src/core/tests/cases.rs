@@ -6,7 +6,7 @@ use transfer::{Direction, PeerId};
 
 use super::super::*;
 use super::world::*;
-use crate::api::{FinishReason, SamplingParams};
+use crate::api::{FinishReason, KvFault, PrefillBy, RequestError, SamplingParams};
 use crate::handoff::{ToDecode, ToPrefill, Totals, WriteNote};
 use crate::ticket::Ending;
 
@@ -446,4 +446,53 @@ fn an_open_that_comes_twice_is_dropped_though_its_ticket_is_over() {
     assert_eq!(world.p.core.num_pushes(), 0);
     world.p.apply(Input::FromDecode(world.peer, open));
     assert_eq!((world.p.core.num_pushes(), world.p.core.counters().stale_duplicate), (0, 1));
+}
+
+/// A prompt whose named prefill worker was not linked was computed here and only the log said so: no fault was counted,
+/// the answer's timeline had none, and `--kv-failure fail` did not fail it.
+#[test]
+fn a_named_prefill_worker_without_a_link_was_passed_over_in_silence() {
+    let prompt: Vec<TokenId> = (60..60 + 9).collect();
+    let expected = reference(&prompt, 4).0;
+    for by in [PrefillBy::Unlinked, PrefillBy::Peer(PeerId(7))] {
+        for rule in [KvFailure::Recompute, KvFailure::Fail] {
+            let mut worker = alone(40);
+            worker.core.config.kv_failure = rule;
+            let submit = Submit { prefill: by, ..worker.request(0, &prompt, 4) };
+            worker.apply(Input::Submit(submit));
+            while worker.step() {}
+            let effects = worker.core.take_effects();
+            let faults: Vec<_> = effects
+                .iter()
+                .filter_map(|effect| match effect {
+                    Effect::TicketFailed { fault, recompute, .. } => Some((*fault, *recompute)),
+                    _ => None,
+                })
+                .collect();
+            assert_eq!(faults, [(KvFault::NotLinked, rule == KvFailure::Recompute)]);
+            let said = effects.iter().filter_map(|effect| match effect {
+                Effect::Output(_, output) => Some(output),
+                _ => None,
+            });
+            match (rule, said.collect::<Vec<_>>().as_slice()) {
+                (KvFailure::Fail, [Output::Failed(RequestError::RemotePrefill(reason))]) => {
+                    assert!(reason.contains("not linked"), "{reason}");
+                }
+                (KvFailure::Recompute, [tokens @ .., Output::Finished { timeline, .. }]) => {
+                    assert_eq!(tokens.len(), expected.len());
+                    assert_eq!(timeline.recomputed, Some(KvFault::NotLinked));
+                }
+                (_, said) => panic!("{said:?}"),
+            }
+            // What is cached here needs nobody else.
+            worker.core.config.kv_failure = KvFailure::Fail;
+            if rule == KvFailure::Recompute {
+                let submit = Submit { prefill: by, ..worker.request(1, &prompt, 4) };
+                worker.apply(Input::Submit(submit));
+                while worker.step() {}
+                let failed = outputs(&mut worker).iter().any(|output| matches!(output, Output::Failed(_)));
+                assert!(!failed);
+            }
+        }
+    }
 }

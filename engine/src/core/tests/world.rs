@@ -147,20 +147,24 @@ impl Worker {
         keep: bool,
         fetch: Option<Fetch>,
     ) {
-        let sampling = SamplingParams { max_tokens, ..Default::default() };
-        self.apply(Input::Submit(Submit {
+        self.apply(Input::Submit(Submit { keep, fetch, ..self.request(id, prompt, max_tokens) }));
+    }
+
+    /// A request that wants nothing special.
+    pub(super) fn request(&self, id: u64, prompt: &[TokenId], max_tokens: usize) -> Submit {
+        Submit {
             id: RequestId(id),
             request_id: format!("r{id}"),
             prompt: prompt.to_vec(),
-            sampling,
+            sampling: SamplingParams { max_tokens, ..Default::default() },
             cache_salt: None,
             seed: 0,
-            keep,
-            fetch,
+            keep: false,
+            fetch: None,
             prefill: Default::default(),
             arrival: self.now,
             deadline: self.now + Duration::from_secs(3600),
-        }));
+        }
     }
 }
 

@@ -87,6 +87,19 @@ struct State {
     gaps: u64,
 }
 
+/// What decides who computes a prompt: measured, and where nothing was, the worker's own word. It knows its KV's size.
+fn own_speeds(record: &WorkerRecord, measured: Speeds) -> Speeds {
+    let own = record.prefill_tokens_per_sec.map(f64::from);
+    Speeds {
+        prefill_tokens_per_sec: measured.prefill_tokens_per_sec.or(own),
+        link_bytes_per_sec: measured.link_bytes_per_sec,
+        kv_bytes_per_token: record
+            .kv_bytes_per_token
+            .map(|bytes| bytes as f64)
+            .or(measured.kv_bytes_per_token),
+    }
+}
+
 /// Picks workers; one for the process.
 #[derive(Debug)]
 pub struct Router {
@@ -162,7 +175,7 @@ impl Router {
             (None, false, _) => Condition::Ready,
         };
         let (orphans, requests) = known.map_or((0, 0), |entry| (entry.orphans, entry.requests));
-        let speeds = known.map(|entry| entry.speeds).unwrap_or_default();
+        let speeds = own_speeds(&record, known.map(|entry| entry.speeds).unwrap_or_default());
         let known_misfit = known.and_then(|entry| entry.misfit.clone());
         if misfit.is_none() && state.block_size.is_none() {
             state.block_size = record.block_size.map(|size| size as usize);
@@ -194,6 +207,11 @@ impl Router {
         refused.into_iter().for_each(|record| drop(self.join(record)));
     }
 
+    /// What was guessed of a worker's cache is not so any more.
+    pub fn forget_guesses(&self, worker: WorkerId) {
+        self.lock().recent.clear(worker);
+    }
+
     /// Changes whether a worker takes requests. One that does not fit stays refused, one that drains draining.
     pub fn set_condition(&self, worker: WorkerId, condition: Condition) {
         if let Some(entry) = self.lock().workers.get_mut(&worker)
@@ -204,12 +222,10 @@ impl Router {
         }
     }
 
-    /// What was measured of a worker, for who computes prompts. Where nothing was, its own word is taken.
+    /// What was measured of a worker, for who computes prompts.
     pub fn set_speeds(&self, worker: WorkerId, speeds: Speeds) {
         if let Some(entry) = self.lock().workers.get_mut(&worker) {
-            let own = entry.record.prefill_tokens_per_sec.map(f64::from);
-            let prefill_tokens_per_sec = speeds.prefill_tokens_per_sec.or(own);
-            entry.speeds = Speeds { prefill_tokens_per_sec, ..speeds };
+            entry.speeds = own_speeds(&entry.record, speeds);
         }
     }
 

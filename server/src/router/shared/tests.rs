@@ -195,6 +195,22 @@ fn more_blocks_than_the_pool_has_is_noticed() {
     assert!(router.apply(WorkerId(1), &change(2)).overfull);
 }
 
+/// The KV of a small model was taken for as large as Qwen3-0.6B's until some of it was moved, which never happened since
+/// moving seemed expensive.
+#[test]
+fn the_kv_of_another_model_was_taken_for_qwen3s() {
+    let router = Router::new(config());
+    let of = |id, role| WorkerRecord { role, kv_bytes_per_token: Some(1_024), ..silent(id) };
+    router.join(of(1, crate::router::WorkerRole::Prefill)).unwrap();
+    router.join(of(2, crate::router::WorkerRole::Decode)).unwrap();
+    let bytes =
+        |router: &Router| router.explain(&prompt(1, 320)).disagg.expect("there is a pair").transfer_bytes;
+    assert_eq!(bytes(&router), 320.0 * 1_024.0);
+    // Nor do figures of transfers that began with cached blocks change what is known exactly.
+    router.set_speeds(WorkerId(2), Speeds { kv_bytes_per_token: Some(900.0), ..Speeds::default() });
+    assert_eq!(bytes(&router), 320.0 * 1_024.0);
+}
+
 /// Who computes a prompt was decided with an assumed speed, though the worker had said its own.
 #[test]
 fn a_workers_own_word_of_its_speed_is_taken_until_it_is_measured() {
