@@ -1,8 +1,9 @@
 //! Runs one step: forward pass, then a token for each row that wants one.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kernels::KvPool;
+use kernels::cpu::team;
 use models::model::{Batch, Draw, Model, Row};
 
 use crate::core::{Plan, SampleRow};
@@ -56,21 +57,40 @@ impl Runner for ModelRunner {
         let draws: Vec<Option<Draw>> = plan.samples.iter().map(draw).collect();
         let mut answer = self.model.step(&batch, &draws, &self.pool, progress)?;
         let mut logits = answer.logits.chunks_exact_mut(self.vocabulary.size());
-        let token = |(row, sample): (&Row, &SampleRow)| -> Result<Sampled, String> {
-            match row {
-                Row::Token(token) => {
-                    let token = token.ok_or("the model gave no finite logit for any token")?;
-                    Ok(Sampled { token, logprobs: None })
-                }
-                Row::Logits => {
-                    let logits =
-                        logits.next().expect("a model returns the logits that it says. This is a bug.");
-                    self.vocabulary.sample(logits, sample)
-                }
+        let outcome = |row: &Row| match row {
+            Row::Token(token) => {
+                let token = token.ok_or_else(|| "the model gave no finite logit for any token".to_owned());
+                Outcome::Sampled(token.map(|token| Sampled { token, logprobs: None }))
+            }
+            Row::Logits => {
+                let logits = logits.next();
+                Outcome::Logits(logits.expect("a model returns the logits that it says. This is a bug."))
             }
         };
-        Ok(answer.rows.iter().zip(&plan.samples).map(token).collect())
+        let outcomes: Vec<_> = answer.rows.iter().map(outcome).map(Mutex::new).collect();
+        // A row is a vocabulary long: some hundred microseconds, of which a step of many rows would wait for each.
+        team::run(outcomes.len(), |index| {
+            let mut outcome = lock(&outcomes[index]);
+            if let Outcome::Logits(logits) = &mut *outcome {
+                *outcome = Outcome::Sampled(self.vocabulary.sample(logits, &plan.samples[index]));
+            }
+        });
+        let sampled = |outcome: Mutex<Outcome<'_>>| match outcome.into_inner() {
+            Ok(Outcome::Sampled(sampled)) => sampled,
+            _ => unreachable!("every row was sampled above. This is a bug."),
+        };
+        Ok(outcomes.into_iter().map(sampled).collect())
     }
+}
+
+/// A row before and after it is sampled.
+enum Outcome<'a> {
+    Logits(&'a mut [f32]),
+    Sampled(Result<Sampled, String>),
+}
+
+fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
+    of.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// How a device may sample the row, if nothing is asked for that only the sampler here does.

@@ -4,7 +4,7 @@ use std::fmt::Debug;
 use std::sync::Arc;
 
 use kernels::cuda::sample::SampleParams;
-use kernels::{BatchMeta, KvPool};
+use kernels::{BatchMeta, KvPool, ops};
 
 use crate::qwen::Qwen;
 
@@ -97,7 +97,7 @@ impl Model for Qwen {
     ) -> Result<Answer, String> {
         let mut forward = || -> candle_core::Result<Vec<f32>> {
             let logits = self.forward_with(batch, pool, progress)?;
-            Ok(logits.map(|logits| logits.flatten_all()?.to_vec1()).transpose()?.unwrap_or_default())
+            Ok(logits.map(ops::into_vec).transpose()?.unwrap_or_default())
         };
         let logits = forward().map_err(|error| error.to_string())?;
         Ok(Answer { rows: vec![Row::Logits; batch.logits_rows.len()], logits })

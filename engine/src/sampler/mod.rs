@@ -26,42 +26,40 @@ pub struct Sampled {
 /// Which rows of the vocabulary have a token. Rows without one (padding of the embedding) are never sampled.
 #[derive(Clone, Debug)]
 pub struct Vocabulary {
-    valid: Vec<bool>,
+    size: usize,
+    /// Few, if any.
+    without_token: Vec<TokenId>,
 }
 
 impl Vocabulary {
     /// `valid[id]` says whether row `id` has a token. Panics if none has.
     pub fn new(valid: Vec<bool>) -> Self {
         assert!(valid.iter().any(|&valid| valid), "a vocabulary without a token. This is a bug.");
-        Self { valid }
+        let without_token = (0..).zip(&valid).filter(|(_, valid)| !**valid).map(|(id, _)| id).collect();
+        Self { size: valid.len(), without_token }
     }
 
     pub fn size(&self) -> usize {
-        self.valid.len()
+        self.size
     }
 
     /// The next token for one row of logits, which is changed on the way.
     ///
     /// Errors: every logit is NaN or minus infinity, so that no token can be told from another.
     pub fn sample(&self, logits: &mut [f32], row: &SampleRow) -> Result<Sampled, String> {
-        assert_eq!(
-            logits.len(),
-            self.valid.len(),
-            "a row of logits is the vocabulary's size. This is a bug."
-        );
-        for (logit, valid) in logits.iter_mut().zip(&self.valid) {
-            if !valid || logit.is_nan() {
-                *logit = f32::NEG_INFINITY;
-            }
+        assert_eq!(logits.len(), self.size, "a row of logits is the vocabulary's size. This is a bug.");
+        self.without_token.iter().for_each(|&id| logits[id as usize] = f32::NEG_INFINITY);
+        for logit in logits.iter_mut() {
+            *logit = if logit.is_nan() { f32::NEG_INFINITY } else { *logit };
         }
-        if argmax(logits).is_none() {
+        if largest(logits) == f32::NEG_INFINITY {
             return Err("the model gave no finite logit for any token".into());
         }
         let plain = row.params.logprobs.map(|count| logprobs::Plain::of(logits, count as usize));
         // What is asked for explicitly wins over least length: if nothing else is left, the end may come early.
         let before = row.suppressed.iter().map(|&id| (id, logits[id as usize])).collect::<Vec<_>>();
         row.suppressed.iter().for_each(|&id| logits[id as usize] = f32::NEG_INFINITY);
-        if argmax(logits).is_none() {
+        if !before.is_empty() && largest(logits) == f32::NEG_INFINITY {
             before.into_iter().for_each(|(id, logit)| logits[id as usize] = logit);
         }
         row.params.logit_bias.iter().for_each(|&(id, bias)| logits[id as usize] += bias);
@@ -76,15 +74,32 @@ impl Vocabulary {
     }
 }
 
-/// The first of the largest finite logits; `None` if there is none.
-fn argmax(logits: &[f32]) -> Option<TokenId> {
-    let mut best: Option<(f32, TokenId)> = None;
-    for (id, &logit) in logits.iter().enumerate() {
-        if logit > best.map_or(f32::NEG_INFINITY, |(top, _)| top) {
-            best = Some((logit, id as TokenId));
+/// Numbers compared side by side: a loop over so many becomes vector code.
+const LANES: usize = 16;
+
+/// The largest number; minus infinity where there is none.
+fn largest(logits: &[f32]) -> f32 {
+    let larger = |a: f32, b: f32| if b > a { b } else { a };
+    let (chunks, rest) = logits.as_chunks::<LANES>();
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    for chunk in chunks {
+        for (lane, logit) in lanes.iter_mut().zip(chunk) {
+            *lane = larger(*lane, *logit);
         }
     }
-    best.map(|(_, id)| id)
+    lanes.iter().chain(rest).copied().fold(f32::NEG_INFINITY, larger)
+}
+
+/// The first of the largest logits; `None` if all are NaN or minus infinity.
+fn argmax(logits: &[f32]) -> Option<TokenId> {
+    let top = largest(logits);
+    if top == f32::NEG_INFINITY {
+        return None;
+    }
+    let holds_it = |chunk: &[f32]| chunk.iter().fold(false, |holds, logit| holds | (*logit == top));
+    let chunk = logits.chunks(LANES).position(holds_it)?;
+    let within = logits[chunk * LANES..].iter().position(|logit| *logit == top)?;
+    Some((chunk * LANES + within) as TokenId)
 }
 
 #[cfg(test)]

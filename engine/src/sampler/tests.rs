@@ -141,3 +141,23 @@ fn bias_and_suppression_change_the_choice_but_not_the_logprobs() {
         assert!((logprobs.top[0].1 - (3.0 - log_sum)).abs() < 1e-5);
     }
 }
+
+#[test]
+fn the_likeliest_of_any_number_of_logits_is_found_whatever_they_are() {
+    let odd = [f32::NAN, f32::NEG_INFINITY, f32::INFINITY, -0.0, 0.0, 7.5, -3.0];
+    for len in [1, 2, 15, 16, 17, 33, 1000] {
+        for seed in 0..200 {
+            // Few different values, so that the largest comes often and the first of them must be found.
+            let value = |i| odd[(uniform(seed, i) * odd.len() as f64) as usize];
+            let logits: Vec<f32> = (0..len).map(value).collect();
+            let mut expected: Option<usize> = None;
+            for (id, logit) in logits.iter().enumerate() {
+                if *logit > expected.map_or(f32::NEG_INFINITY, |best| logits[best]) {
+                    expected = Some(id);
+                }
+            }
+            let sampled = all(len as usize).sample(&mut logits.clone(), &row(params(0.0, None, 1.0), 0));
+            assert_eq!(sampled.ok().map(|sampled| sampled.token as usize), expected, "{logits:?}");
+        }
+    }
+}

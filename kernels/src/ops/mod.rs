@@ -12,11 +12,38 @@ pub use linear::{Weight, embedding, gate_up, linear};
 pub use pointwise::{rms_norm, silu_mul};
 
 use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
 
-use candle_core::{CpuStorage, Layout, Result, bail};
+use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Tensor, bail};
 use half::bf16;
 
 use crate::cpu::{Input, Output};
+
+/// The elements of a whole f32 tensor, not copied: whoever else has the tensor finds it empty.
+pub fn into_vec(x: Tensor) -> Result<Vec<f32>> {
+    let taken = Taken(Mutex::default());
+    x.inplace_op1(&taken)?;
+    Ok(taken.0.into_inner().unwrap_or_else(PoisonError::into_inner))
+}
+
+struct Taken(Mutex<Vec<f32>>);
+
+impl InplaceOp1 for Taken {
+    fn name(&self) -> &'static str {
+        "into_vec"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
+        match storage {
+            CpuStorage::F32(x) if range(layout, "x")? == (0..x.len()) => {
+                *self.0.lock().unwrap_or_else(PoisonError::into_inner) = std::mem::take(x);
+                Ok(())
+            }
+            CpuStorage::F32(_) => bail!("x is a part of a tensor"),
+            _ => bail!("x is not f32"),
+        }
+    }
+}
 
 fn range(layout: &Layout, what: &str) -> Result<Range<usize>> {
     let Some((start, end)) = layout.contiguous_offsets() else { bail!("{what} is not contiguous") };
@@ -52,5 +79,23 @@ fn output<'a>(storage: &'a mut CpuStorage, layout: &Layout, what: &str) -> Resul
         CpuStorage::F32(x) => Ok(Output::F32(&mut x[range(layout, what)?])),
         CpuStorage::BF16(x) => Ok(Output::Bf16(&mut x[range(layout, what)?])),
         _ => bail!("{what} is neither f32 nor bf16"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+
+    #[test]
+    fn a_tensors_elements_come_without_a_copy_and_a_part_of_one_is_refused() {
+        let elements = vec![1f32, 2.0, 3.0, 4.0];
+        let at = elements.as_ptr();
+        let whole = Tensor::from_vec(elements, (2, 2), &Device::Cpu).unwrap();
+        let row = whole.narrow(0, 1, 1).unwrap();
+        assert!(into_vec(row).unwrap_err().to_string().contains("part of a tensor"));
+        let taken = into_vec(whole).unwrap();
+        assert_eq!((taken.as_slice(), taken.as_ptr()), ([1.0, 2.0, 3.0, 4.0].as_slice(), at));
     }
 }

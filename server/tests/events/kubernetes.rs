@@ -161,7 +161,9 @@ async fn ready_endpoints_are_workers() {
         "kind": "EndpointSlice", "apiVersion": "discovery.k8s.io/v1", "metadata": { "resourceVersion": "200" },
     }));
     api.say("MODIFIED", slice("s1", "decode", json!([endpoint("10.0.0.2", "w-2", true, false)])));
-    assert!(matches!(next(&mut changes).await, Some(Change::Left { worker, .. }) if worker == first.incarnation));
+    assert!(
+        matches!(next(&mut changes).await, Some(Change::Left { worker, .. }) if worker == first.incarnation)
+    );
 
     // Something that is no slice is counted; the others stay as they are.
     api.say("ADDED", json!({ "metadata": { "name": "s9", "resourceVersion": "201" }, "endpoints": "none" }));
@@ -172,7 +174,9 @@ async fn ready_endpoints_are_workers() {
     assert_eq!((third.url.as_str(), third.role), ("http://[fd00::1]:8000", WorkerRole::Prefill));
     assert_eq!(discovery.invalid_records(), 1);
     api.say("DELETED", slice("s2", "prefill", Value::Null));
-    assert!(matches!(next(&mut changes).await, Some(Change::Left { worker, .. }) if worker == third.incarnation));
+    assert!(
+        matches!(next(&mut changes).await, Some(Change::Left { worker, .. }) if worker == third.incarnation)
+    );
 
     // The server has forgotten the version: list again. A pod of the same name at another address is another worker.
     let pods = json!([endpoint("10.0.0.3", "w-2", true, false)]);
