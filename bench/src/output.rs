@@ -43,7 +43,7 @@ pub fn write(path: &Path, text: &str) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// An hour's measurement was lost since its folder did not exist.
+    /// That a report's folder does not exist was found out after the measurement.
     #[test]
     fn a_report_that_cannot_be_written_is_refused_at_the_start() {
         let dir = tempfile::tempdir().expect("a temporary folder can be made");
