@@ -101,7 +101,7 @@ pub struct Args {
     #[arg(long, value_name = "FACTOR", default_value_t = 1.0, value_parser = above_zero, help_heading = MODEL)]
     pub sim_speed: f64,
     /// Compute threads; one per core (of --cpu-affinity) when not given.
-    #[arg(long, value_name = "N", value_parser = at_least_one, help_heading = MODEL)]
+    #[arg(long, value_name = "N", value_parser = threads, help_heading = MODEL)]
     pub threads: Option<usize>,
     /// Cores that compute, such as 0,2-3; all that the process may use when not given.
     #[arg(long, value_name = "CORES", value_parser = cpu_list, help_heading = MODEL)]
@@ -364,6 +364,13 @@ fn cpu_isa(text: &str) -> Result<Isa, String> {
     }
 }
 
+fn threads(text: &str) -> Result<usize, String> {
+    /// More than any machine has cores; far below what a system lets a process start.
+    const MAX: usize = 1024;
+    let valid = |threads: &usize| (1..=MAX).contains(threads);
+    text.parse().ok().filter(valid).ok_or_else(|| format!("expected a whole number from 1 to {MAX}"))
+}
+
 fn at_least_one(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|&n| n >= 1).ok_or_else(|| "expected a whole number of at least 1".into())
 }
@@ -428,6 +435,7 @@ mod tests {
             (&["--block-size", "0"], &["'0'", "--block-size", "at least 1"]),
             (&["--role", "wizard"], &["wizard", "--role", "prefill"]),
             (&["--kv-cache-memory-bytes", "lots"], &["lots", "--kv-cache-memory-bytes", "512MiB"]),
+            (&["--threads", "20000"], &["'20000'", "--threads", "1 to 1024"]),
             (&["--cpu-affinity", "3-1"], &["3-1", "--cpu-affinity", "0,2-3"]),
             (&["--kv-push-layers", "0"], &["'0'", "--kv-push-layers", "chunk"]),
             (&["--kv-direction", "up"], &["up", "--kv-direction", "pull"]),

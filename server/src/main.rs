@@ -13,9 +13,11 @@ use tracing_subscriber::EnvFilter;
 
 fn main() {
     let (args, idle) = Args::read(std::env::args_os()).unwrap_or_else(|error| error.exit());
-    let filter = EnvFilter::try_new(&args.log_level).unwrap_or_else(|error| {
-        exit(format!("--log-level is {:?}, expected a level or filters: {error}", args.log_level))
-    });
+    // The crate says itself what we say once, each time that it tries again.
+    let filter = EnvFilter::try_new(format!("kube_client=off,kube_runtime=off,{}", args.log_level))
+        .unwrap_or_else(|error| {
+            exit(format!("--log-level is {:?}, expected a level or filters: {error}", args.log_level))
+        });
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)

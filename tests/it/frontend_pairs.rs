@@ -165,24 +165,29 @@ async fn a_prefill_worker_that_dies_costs_nobody_an_answer() {
     pair.settled().await;
 }
 
+/// A prefill worker that cannot be linked, a decode worker with `flags`, and a frontend that names the one to the other.
+async fn misfits(decode_flags: &str, policy: &str) -> (tempfile::TempDir, [Worker; 3]) {
+    let dir = tempfile::tempdir().expect("a temporary folder can be made");
+    let deployment = Deployment::split("socket");
+    let start = |name, flags: String| Worker::start(dir.path(), deployment.launch(name, &flags, &[]));
+    let prefill = start("prefill", "--role prefill --kv-layout-version 9".into()).await;
+    let decode = start("decode", format!("--role decode {decode_flags}")).await;
+    prefill.health_is("ready").await;
+    decode.health_is("ready").await;
+    let (prefill_url, decode_url) = (prefill.client().url().to_owned(), decode.client().url().to_owned());
+    let flags = format!(
+        "--prefill {prefill_url} --decode {decode_url} --disagg-policy {policy} --no-router-kv-events"
+    );
+    let front = front_with(dir.path(), &flags).await;
+    front.health_is("ready").await;
+    (dir, [prefill, decode, front])
+}
+
 /// A decode worker that does not fit the prefill worker that its frontend names computed the prompts itself, and only its
 /// log said so: nothing was counted anywhere, and the answer named a prefill worker that had done nothing.
 #[tokio::test]
 async fn a_pair_that_does_not_fit_was_passed_over_in_silence() {
-    let dir = tempfile::tempdir().expect("a temporary folder can be made");
-    let deployment = Deployment::split("socket");
-    let start = |name, flags| Worker::start(dir.path(), deployment.launch(name, flags, &[]));
-    let prefill = start("prefill", "--role prefill --kv-layout-version 9").await;
-    let decode = start("decode", "--role decode").await;
-    prefill.health_is("ready").await;
-    decode.health_is("ready").await;
-    let flags = format!(
-        "--prefill {} --decode {} --disagg-policy always --no-router-kv-events",
-        prefill.client().url(),
-        decode.client().url()
-    );
-    let front = front_with(dir.path(), &flags).await;
-    front.health_is("ready").await;
+    let (_dir, [_prefill, decode, front]) = misfits("", "always").await;
     for (count, streamed) in [false, true].into_iter().enumerate() {
         let ask = Ask::completion(prompts::ids(100, 3 + count as u64)).with("return_timeline", true);
         let ask = if streamed { ask.streamed() } else { ask };
@@ -196,4 +201,23 @@ async fn a_pair_that_does_not_fit_was_passed_over_in_silence() {
     assert_eq!(counted.labelled("kvferry:ticket_faults_total", "not_linked"), 2.0);
     let counted = front.client().metrics().await;
     assert_eq!(counted.value("kvferry_frontend_prefill_unlinked_total"), 2.0);
+}
+
+/// With `--kv-failure fail` such a pair had the frontend take the decode worker for full, and refuse prompts that need no
+/// prefill worker at all.
+#[tokio::test]
+async fn a_missing_link_was_taken_for_a_full_decode_worker() {
+    let (_dir, [_prefill, decode, front]) = misfits("--kv-failure fail", "threshold:80").await;
+    for seed in 0..3 {
+        let (status, headers, text) =
+            front.client().exchange(&Ask::completion(prompts::ids(100, seed))).await.expect("an answer");
+        assert!(status == 503 && text.contains("not linked"), "{status} {text}");
+        assert_eq!(header(&headers, "x-kvferry-prefill-worker"), None);
+        front.client().answer(&Ask::completion(prompts::ids(20, seed))).await;
+        front.health_is("ready").await;
+    }
+    let counted = decode.client().metrics().await;
+    assert_eq!(counted.labelled("kvferry:ticket_faults_total", "not_linked"), 3.0);
+    let counted = front.client().metrics().await;
+    assert_eq!(counted.value("kvferry_frontend_prefill_unlinked_total"), 3.0);
 }

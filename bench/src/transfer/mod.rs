@@ -84,7 +84,7 @@ pub struct Args {
     pub probe: bool,
     /// Start two workers instead, hand one prompt over with the first transport, and write what they did to this file, as
     /// a trace for ui.perfetto.dev.
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["probe", "json", "svg"])]
+    #[arg(long, value_name = "FILE", value_parser = crate::output::file, conflicts_with_all = ["probe", "json", "svg"])]
     pub trace: Option<PathBuf>,
     /// With --trace: what the workers serve.
     #[arg(long, value_name = "PATH|ID|demo", default_value = "demo")]
@@ -93,10 +93,10 @@ pub struct Args {
     #[arg(long, value_name = "ARG", allow_hyphen_values = true)]
     pub serve_arg: Vec<String>,
     /// Write everything that was measured to this file.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", value_parser = crate::output::file)]
     pub json: Option<PathBuf>,
     /// Draw GB/s over size into this file.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", value_parser = crate::output::file)]
     pub svg: Option<PathBuf>,
 }
 

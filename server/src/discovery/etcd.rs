@@ -20,7 +20,7 @@ use tokio::time::sleep;
 
 use super::lines::Lines;
 use super::roster::Roster;
-use super::{Change, Discovery, DiscoveryError, Registration, WorkerRecord};
+use super::{Change, Discovery, DiscoveryError, Registration, Trouble, WorkerRecord};
 
 /// An answer of etcd takes milliseconds; longer is an outage.
 const ANSWER: Duration = Duration::from_secs(3);
@@ -37,6 +37,7 @@ pub struct EtcdDiscovery {
     client: Client,
     lease: Duration,
     invalid: Arc<AtomicU64>,
+    trouble: Trouble,
 }
 
 /// Some member of the cluster, and another one when that fails.
@@ -59,7 +60,8 @@ impl EtcdDiscovery {
             at: Arc::default(),
             prefix: format!("/kvferry/{namespace}/workers/"),
         };
-        Self { client, lease: Duration::from_secs(lease.as_secs().max(1)), invalid: Arc::default() }
+        let lease = Duration::from_secs(lease.as_secs().max(1));
+        Self { client, lease, invalid: Arc::default(), trouble: Trouble::default() }
     }
 }
 
@@ -92,38 +94,32 @@ impl Discovery for EtcdDiscovery {
     fn invalid_records(&self) -> u64 {
         self.invalid.load(Ordering::Relaxed)
     }
+
+    fn trouble(&self) -> Option<String> {
+        self.trouble.get()
+    }
 }
 
 impl EtcdDiscovery {
     async fn follow(self, sender: Sender<Change>) {
         let mut roster = Roster::default();
-        let mut trouble = false;
         loop {
             let outcome = tokio::select! {
-                outcome = self.follow_once(&sender, &mut roster, &mut trouble) => outcome,
+                outcome = self.follow_once(&sender, &mut roster) => outcome,
                 () = sender.closed() => return,
             };
             // What is known stays known: etcd being away says nothing about workers.
-            if let Err(error) = outcome
-                && !std::mem::replace(&mut trouble, true)
-            {
-                tracing::warn!(%error, "workers cannot be watched; trying again");
+            if let Err(error) = outcome {
+                self.trouble.begins(error.to_string());
             }
             sleep(RETRY).await;
         }
     }
 
     /// Lists, then follows changes until something breaks.
-    async fn follow_once(
-        &self,
-        sender: &Sender<Change>,
-        roster: &mut Roster,
-        trouble: &mut bool,
-    ) -> Result<(), DiscoveryError> {
+    async fn follow_once(&self, sender: &Sender<Change>, roster: &mut Roster) -> Result<(), DiscoveryError> {
         let (mut records, revision) = self.list().await?;
-        if std::mem::take(trouble) {
-            tracing::info!("etcd answers again");
-        }
+        self.trouble.ends("etcd");
         let mut stream = self.client.watch(revision + 1).await?;
         loop {
             for change in roster.replace(records.values().cloned(), "its key is gone") {

@@ -21,7 +21,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::record::RECORD_VERSION;
 use super::roster::Roster;
-use super::{Change, Discovery, DiscoveryError, Registration, WorkerRecord};
+use super::{Change, Discovery, DiscoveryError, Registration, Trouble, WorkerRecord};
 use crate::error::with_causes;
 use crate::router::{WorkerId, WorkerRole};
 
@@ -41,13 +41,14 @@ pub struct KubernetesDiscovery {
     /// Label selector of the slices.
     selector: String,
     invalid: Arc<AtomicU64>,
+    trouble: Trouble,
 }
 
 impl KubernetesDiscovery {
     /// Slices in `namespace` that `selector` selects. The server is that of a kubeconfig (`KUBECONFIG`, `~/.kube/config`) or
     /// the pod's own when not given; so is the namespace.
     pub fn new(server: Option<kube::Config>, namespace: Option<String>, selector: String) -> Self {
-        Self { server, namespace, selector, invalid: Arc::default() }
+        Self { server, namespace, selector, invalid: Arc::default(), trouble: Trouble::default() }
     }
 
     /// Slices as they come: each is parsed by itself, so that a bad one does not hide the others.
@@ -73,8 +74,7 @@ impl KubernetesDiscovery {
             false => watcher::Config::default().labels(&self.selector),
         };
         let mut events = pin!(watcher(slices, config).default_backoff());
-        let (mut seen, mut trouble) = (Seen::default(), None);
-        let mut roster = Roster::default();
+        let (mut seen, mut roster) = (Seen::default(), Roster::default());
         loop {
             let event = tokio::select! {
                 event = events.next() => event,
@@ -83,19 +83,15 @@ impl KubernetesDiscovery {
             match event {
                 None => return,
                 Some(Ok(event)) => {
-                    if !matches!(event, watcher::Event::Init) && trouble.take().is_some() {
-                        tracing::info!("the API server answers again");
+                    if !matches!(event, watcher::Event::Init) {
+                        self.trouble.ends("the API server");
                     }
                     if !self.note(event, &mut seen) {
                         continue;
                     }
                 }
                 Some(Err(error)) => {
-                    let reason = with_causes(&error);
-                    if trouble.as_ref() != Some(&reason) {
-                        tracing::warn!(reason, "workers cannot be watched; trying again");
-                    }
-                    trouble = Some(reason);
+                    self.trouble.begins(with_causes(&error));
                     continue;
                 }
             }
@@ -169,6 +165,10 @@ impl Discovery for KubernetesDiscovery {
 
     fn invalid_records(&self) -> u64 {
         self.invalid.load(Ordering::Relaxed)
+    }
+
+    fn trouble(&self) -> Option<String> {
+        self.trouble.get()
     }
 }
 

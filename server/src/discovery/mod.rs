@@ -19,6 +19,7 @@ mod store;
 pub(crate) mod tests;
 
 use std::fmt::Debug;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use futures_util::future::BoxFuture;
 use tokio::sync::mpsc::Receiver;
@@ -73,4 +74,35 @@ pub trait Discovery: Debug + Send + Sync {
 
     /// Records that could not be read, since the start.
     fn invalid_records(&self) -> u64;
+
+    /// Why nothing new is heard of workers now, if that is so.
+    fn trouble(&self) -> Option<String> {
+        None
+    }
+}
+
+/// Why a watch does not get on, if it does not; shared by those who see it and those who ask.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Trouble(Arc<Mutex<Option<String>>>);
+
+impl Trouble {
+    /// Something failed; logged when it is news.
+    pub fn begins(&self, reason: String) {
+        let mut trouble = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if trouble.as_ref() != Some(&reason) {
+            tracing::warn!(reason, "workers cannot be watched; trying again");
+        }
+        *trouble = Some(reason);
+    }
+
+    /// The backend answers; logged when it did not before.
+    pub fn ends(&self, backend: &str) {
+        if self.0.lock().unwrap_or_else(PoisonError::into_inner).take().is_some() {
+            tracing::info!("{backend} answers again");
+        }
+    }
+
+    pub fn get(&self) -> Option<String> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
 }

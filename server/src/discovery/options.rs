@@ -40,7 +40,7 @@ pub struct DiscoveryArgs {
     /// ~/.kube/config), or the pod's own, when not given.
     #[arg(long, value_name = "URL", help_heading = DISCOVERY)]
     pub kubernetes_api: Option<String>,
-    /// The namespace of the workers' Services; the kubeconfig's or the pod's own when not given.
+    /// The namespace of the workers' Services; the kubeconfig's or the pod's own when not given, `default` with --kubernetes-api.
     #[arg(long, env = "POD_NAMESPACE", value_name = "NAME", help_heading = DISCOVERY)]
     pub kubernetes_namespace: Option<String>,
     /// Which EndpointSlices are workers, by label.

@@ -39,6 +39,9 @@ pub struct Order {
     pub running: Arc<Running>,
 }
 
+/// The decode worker has no link to the prefill worker that was chosen, and does not compute the prompt itself.
+const NO_LINK: &str = "prefill_not_linked";
+
 /// Why an attempt brought no answer. The client has seen nothing of it.
 pub struct Failure {
     /// For labels.
@@ -77,6 +80,12 @@ pub async fn deliver(front: &Arc<Front>, order: &Order) -> Response<Body> {
                 return last.map_or_else(|| refusal.error.into_response(), |failure| failure.answer);
             }
         };
+        // A worker that would rather fail than compute the prompt itself is not asked to after all.
+        if decision.prefill.is_none() && last.as_ref().is_some_and(|failure| failure.reason == NO_LINK) {
+            return last
+                .take()
+                .map_or_else(|| StatusCode::SERVICE_UNAVAILABLE.into_response(), |last| last.answer);
+        }
         front.metrics.scheduling_ms.observe(super::metrics::ms(decided.elapsed()));
         if last.is_none() {
             front.metrics.total_ms.observe(super::metrics::ms(order.arrival.elapsed()));
@@ -221,6 +230,11 @@ async fn answer(
         flight.end(Ending::Done, usage);
         return Ok(Response::from_parts(head, Body::from(bytes)));
     }
+    if unlinked && status == StatusCode::SERVICE_UNAVAILABLE {
+        // `--kv-failure fail`: the worker is well, another prefill worker may have a link to it.
+        let answer = Response::from_parts(head, Body::from(bytes));
+        return Err(retried(flight, Failure { reason: NO_LINK, answer, blame: Blame::Prefill }));
+    }
     if status.is_server_error() && status != StatusCode::SERVICE_UNAVAILABLE {
         worker.standing().failed(Instant::now());
     }
@@ -292,19 +306,14 @@ fn tell(headers: &mut HeaderMap, decision: &Decision) {
     }
 }
 
-/// The decode worker has no link to the prefill worker that was chosen, and computed the prompt itself.
+/// The decode worker has no link to the prefill worker that was chosen, and has done without or failed.
 fn not_prefilled(front: &Front, request_id: &str, answer: &mut HeaderMap, decision: &Decision) {
     answer.remove(headers::PREFILL_WORKER);
     answer.remove(headers::PREFILL_ID);
     let Some(prefill) = &decision.prefill else { return };
     let (worker, prefill) = (&decision.serve.worker.name, &prefill.worker.name);
     front.metrics.prefill_unlinked.with_label_values(&[worker.as_str(), prefill.as_str()]).inc();
-    tracing::warn!(
-        request_id,
-        worker,
-        prefill,
-        "the decode worker has no link to the prefill worker and computed the prompt itself"
-    );
+    tracing::warn!(request_id, worker, prefill, "the decode worker has no link to the prefill worker");
 }
 
 fn header_value(text: &str) -> HeaderValue {

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::sync::mpsc::Receiver;
 use tokio::task::JoinHandle;
@@ -30,7 +31,17 @@ impl Drop for Found {
 /// Carries discovery's changes into the fleet until the task is aborted.
 pub async fn keep(front: Arc<Front>, discovery: Arc<dyn Discovery>, mut changes: Receiver<Change>) {
     let mut found: HashMap<PeerUrl, Found> = HashMap::new();
-    while let Some(change) = changes.recv().await {
+    let mut interval = tokio::time::interval(Duration::from_secs(1));
+    loop {
+        let change = tokio::select! {
+            change = changes.recv() => change,
+            _ = interval.tick() => {
+                front.metrics.invalid_records.set(discovery.invalid_records() as i64);
+                front.discovery_says(discovery.trouble());
+                continue;
+            }
+        };
+        let Some(change) = change else { return };
         match change {
             Change::Joined(record) | Change::Changed(record) => meet(&front, record, &mut found),
             Change::Left { worker, reason } => {
@@ -44,7 +55,6 @@ pub async fn keep(front: Arc<Front>, discovery: Arc<dyn Discovery>, mut changes:
                 }
             }
         }
-        front.metrics.invalid_records.set(discovery.invalid_records() as i64);
     }
 }
 

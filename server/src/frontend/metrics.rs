@@ -145,7 +145,7 @@ impl FrontMetrics {
             )?,
             prefill_unlinked: r.counters(
                 "kvferry_frontend_prefill_unlinked_total",
-                "Prompts that a decode worker computed since it has no link to the prefill worker chosen for them.",
+                "Requests whose decode worker has no link to the prefill worker chosen for them: it did without, or failed them.",
                 &["worker", "prefill_worker"],
             )?,
             worker_up: r.gauges(

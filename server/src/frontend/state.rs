@@ -47,6 +47,8 @@ pub struct Front {
     pub started: Instant,
     /// The tokenizer is not there yet.
     loading: AtomicBool,
+    /// Why discovery hears nothing of workers.
+    discovery_trouble: Mutex<Option<String>>,
 }
 
 impl Front {
@@ -70,6 +72,7 @@ impl Front {
             text: OnceLock::new(),
             started: Instant::now(),
             loading: AtomicBool::new(true),
+            discovery_trouble: Mutex::default(),
             config,
         }))
     }
@@ -165,6 +168,11 @@ impl Front {
         self.standing_changed();
     }
 
+    /// How discovery is.
+    pub fn discovery_says(&self, trouble: Option<String>) {
+        *self.discovery_trouble.lock().unwrap_or_else(PoisonError::into_inner) = trouble;
+    }
+
     /// Brings the gauges up to date, before a scrape.
     pub fn export(&self) {
         let now = Instant::now();
@@ -197,7 +205,9 @@ impl Front {
         let now = Instant::now();
         let workers = self.fleet.all();
         if workers.is_empty() {
-            return State::Unavailable("no worker is known".into());
+            let trouble = self.discovery_trouble.lock().unwrap_or_else(PoisonError::into_inner);
+            let why = trouble.as_ref().map_or_else(String::new, |trouble| format!(" ({trouble})"));
+            return State::Unavailable(format!("no worker is known{why}"));
         }
         let out: Vec<String> = workers
             .iter()

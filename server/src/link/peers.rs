@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 use tokio::sync::watch;
 use transfer::PeerId;
 
+use crate::args::KvFailure;
 use crate::config::PeerUrl;
 use crate::readiness::{Readiness, State};
 
@@ -33,13 +34,14 @@ pub struct Peers {
     /// Counts changes.
     changes: Arc<watch::Sender<u64>>,
     readiness: Readiness,
+    kv_failure: KvFailure,
 }
 
 impl Peers {
-    pub fn new(urls: &[PeerUrl], readiness: Readiness) -> Self {
+    pub fn new(urls: &[PeerUrl], readiness: Readiness, kv_failure: KvFailure) -> Self {
         let standings = urls.iter().map(|url| (url.to_string(), Standing::Trying)).collect();
         let (peers, changes) = (Arc::default(), Arc::new(watch::Sender::new(0)));
-        Self { standings: Arc::new(Mutex::new(standings)), peers, changes, readiness }
+        Self { standings: Arc::new(Mutex::new(standings)), peers, changes, readiness, kv_failure }
     }
 
     pub fn set(&self, url: &PeerUrl, standing: Standing) {
@@ -59,7 +61,7 @@ impl Peers {
                 Standing::Trying => {}
             }
         }
-        if let Some(state) = readiness(&standings) {
+        if let Some(state) = readiness(&standings, self.kv_failure) {
             self.readiness.set(state);
         }
         drop(standings);
@@ -140,7 +142,7 @@ impl Peers {
 }
 
 /// `None` while the first attempts are under way.
-fn readiness(standings: &BTreeMap<String, Standing>) -> Option<State> {
+fn readiness(standings: &BTreeMap<String, Standing>, kv_failure: KvFailure) -> Option<State> {
     let refused = standings.iter().find_map(|(url, standing)| match standing {
         Standing::Refused(reason) => Some(format!("prefill worker {url}: {reason}")),
         _ => None,
@@ -162,7 +164,14 @@ fn readiness(standings: &BTreeMap<String, Standing>) -> Option<State> {
         })
         .collect();
     let reasons = reasons.join("; ");
-    Some(State::Degraded(format!("no prefill worker is linked, prompts are computed here ({reasons})")))
+    Some(match kv_failure {
+        KvFailure::Recompute => {
+            State::Degraded(format!("no prefill worker is linked, prompts are computed here ({reasons})"))
+        }
+        KvFailure::Fail => {
+            State::Unavailable(format!("no prefill worker is linked, and --kv-failure is fail ({reasons})"))
+        }
+    })
 }
 
 #[cfg(test)]
@@ -170,7 +179,12 @@ mod tests {
     use super::*;
 
     fn of(standings: &[Standing]) -> Option<State> {
-        readiness(&standings.iter().cloned().enumerate().map(|(i, s)| (format!("http://p:{i}"), s)).collect())
+        by(standings, KvFailure::Recompute)
+    }
+
+    fn by(standings: &[Standing], kv_failure: KvFailure) -> Option<State> {
+        let named = standings.iter().cloned().enumerate().map(|(i, s)| (format!("http://p:{i}"), s));
+        readiness(&named.collect(), kv_failure)
     }
 
     #[test]
@@ -182,6 +196,8 @@ mod tests {
         assert_eq!(of(&[up.clone(), down.clone()]), Some(State::Ready));
         let Some(State::Degraded(reason)) = of(&[down.clone(), down.clone()]) else { panic!() };
         assert!(reason.contains("http://p:1: refused"), "{reason}");
+        let Some(State::Unavailable(reason)) = by(&[down], KvFailure::Fail) else { panic!() };
+        assert!(reason.contains("--kv-failure"), "{reason}");
         let Some(State::Unavailable(reason)) = of(&[up, refused]) else { panic!() };
         assert!(reason.contains("http://p:1: block size differs"), "{reason}");
     }

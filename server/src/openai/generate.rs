@@ -44,16 +44,29 @@ pub async fn respond(state: &Arc<AppState>, serving: &Serving, job: Job) -> Resu
     };
     let source = KvSource { fetch: job.kv.fetch(state).await?, prefill: prefill(state, &job.prefill).await };
     let unlinked = source.prefill == PrefillBy::Unlinked;
-    let choices = submit(state, serving, &job, &source, &extras)?;
-    let envelope = Envelope::new(job.api, &job.request_id.0, unix_time(), &state.model_name);
-    let mut response = match job.options.stream {
-        Some(stream) => sse::respond(envelope, stream, extras, choices, state.drain.clone()).await?,
-        None => collect(envelope, &job.options, extras, choices).await?.into_response(),
-    };
-    if unlinked {
-        response.headers_mut().insert(PREFILL, UNLINKED);
+    let answered = answer(state, serving, &job, &source, extras).await;
+    if !unlinked {
+        return answered;
     }
+    // An error, too, is the missing link's and not this worker's.
+    let mut response = answered.unwrap_or_else(IntoResponse::into_response);
+    response.headers_mut().insert(PREFILL, UNLINKED);
     Ok(response)
+}
+
+async fn answer(
+    state: &Arc<AppState>,
+    serving: &Serving,
+    job: &Job,
+    source: &KvSource,
+    extras: Extras,
+) -> Result<Response, ApiError> {
+    let choices = submit(state, serving, job, source, &extras)?;
+    let envelope = Envelope::new(job.api, &job.request_id.0, unix_time(), &state.model_name);
+    match job.options.stream {
+        Some(stream) => sse::respond(envelope, stream, extras, choices, state.drain.clone()).await,
+        None => Ok(collect(envelope, &job.options, extras, choices).await?.into_response()),
+    }
 }
 
 /// Where the KV of a request's prompts comes from.
