@@ -43,7 +43,6 @@ fn running() -> Core {
         max_seqs: 256,
         eos: vec![],
         kv_failure: KvFailure::Recompute,
-        expects_prefill: false,
         first_ticket: 0,
         check_invariants: false,
     });

@@ -17,7 +17,7 @@ use crate::ticket::{Arrived, Completed, Remote, Source};
 impl Core {
     /// Sends a new request's prompt to the least loaded prefill worker that can take it. False if it is better, or only
     /// possible, here: no prefill worker is up or none takes prompts so long, or all but the last block is cached here.
-    /// A worker that was named and is not linked is a fault; so is none at all where there should be some.
+    /// A worker that was named and is not linked is a fault.
     pub(super) fn try_remote(&mut self, id: RequestId, by: PrefillBy, now: Duration) -> bool {
         let request = &self.requests[&id];
         let (prompt_len, local_only) = (request.prompt_len, request.local_only);
@@ -36,13 +36,12 @@ impl Core {
             return false;
         }
         let Some(longest) = longest else {
-            let reason = match by {
-                PrefillBy::Peer(_) | PrefillBy::Unlinked => "the prefill worker that was named is not linked",
-                PrefillBy::Anyone if self.config.expects_prefill => "no prefill worker is linked",
-                PrefillBy::Anyone | PrefillBy::Here => return false,
-            };
-            self.prefill_failed(id, KvFault::NotLinked, reason);
-            return true;
+            let named = matches!(by, PrefillBy::Peer(_) | PrefillBy::Unlinked);
+            if named {
+                let reason = "the prefill worker that was named is not linked";
+                self.prefill_failed(id, KvFault::NotLinked, reason);
+            }
+            return named;
         };
         let Some((peer, direction)) = best else {
             self.counters.prompts_too_long_for_prefill += 1;

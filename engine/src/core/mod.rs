@@ -74,8 +74,6 @@ pub struct CoreConfig {
     pub max_seqs: usize,
     pub eos: Vec<TokenId>,
     pub kv_failure: KvFailure,
-    /// Prompts are to be computed by prefill workers: without a link to any, that is a fault as any other of theirs.
-    pub expects_prefill: bool,
     /// Ticket ids count up from here; random, so that a late message of another life is not taken for ours.
     pub first_ticket: u64,
     /// Recount all blocks after each step.

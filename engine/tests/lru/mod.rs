@@ -40,7 +40,6 @@ pub fn by_engine(prompts: &[Vec<u32>], num_blocks: usize) -> Vec<usize> {
         max_seqs: 1,
         eos: vec![],
         kv_failure: KvFailure::Recompute,
-        expects_prefill: false,
         first_ticket: 0,
         check_invariants: false,
     });

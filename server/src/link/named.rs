@@ -16,7 +16,6 @@ use super::LinkContext;
 use super::client;
 use super::demand::Demand;
 use super::peers::{Linked, Peers};
-use crate::args::KvFailure;
 use crate::config::{PeerUrl, peer_url};
 use crate::error::ApiError;
 use crate::frontend::headers::PREFILL;
@@ -69,7 +68,7 @@ pub struct Named {
 
 impl Named {
     pub fn new(context: LinkContext, demand: Demand, configured: Peers) -> Self {
-        let others = Peers::new(&[], Readiness::default(), KvFailure::Recompute);
+        let others = Peers::new(&[], Readiness::default());
         Self { context, demand, configured, others, keepers: Arc::default() }
     }
 

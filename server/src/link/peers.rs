@@ -7,7 +7,6 @@ use serde_json::{Value, json};
 use tokio::sync::watch;
 use transfer::PeerId;
 
-use crate::args::KvFailure;
 use crate::config::PeerUrl;
 use crate::readiness::{Readiness, State};
 
@@ -34,14 +33,13 @@ pub struct Peers {
     /// Counts changes.
     changes: Arc<watch::Sender<u64>>,
     readiness: Readiness,
-    kv_failure: KvFailure,
 }
 
 impl Peers {
-    pub fn new(urls: &[PeerUrl], readiness: Readiness, kv_failure: KvFailure) -> Self {
+    pub fn new(urls: &[PeerUrl], readiness: Readiness) -> Self {
         let standings = urls.iter().map(|url| (url.to_string(), Standing::Trying)).collect();
         let (peers, changes) = (Arc::default(), Arc::new(watch::Sender::new(0)));
-        Self { standings: Arc::new(Mutex::new(standings)), peers, changes, readiness, kv_failure }
+        Self { standings: Arc::new(Mutex::new(standings)), peers, changes, readiness }
     }
 
     pub fn set(&self, url: &PeerUrl, standing: Standing) {
@@ -61,7 +59,7 @@ impl Peers {
                 Standing::Trying => {}
             }
         }
-        if let Some(state) = readiness(&standings, self.kv_failure) {
+        if let Some(state) = readiness(&standings) {
             self.readiness.set(state);
         }
         drop(standings);
@@ -142,7 +140,7 @@ impl Peers {
 }
 
 /// `None` while the first attempts are under way.
-fn readiness(standings: &BTreeMap<String, Standing>, kv_failure: KvFailure) -> Option<State> {
+fn readiness(standings: &BTreeMap<String, Standing>) -> Option<State> {
     let refused = standings.iter().find_map(|(url, standing)| match standing {
         Standing::Refused(reason) => Some(format!("prefill worker {url}: {reason}")),
         _ => None,
@@ -164,14 +162,7 @@ fn readiness(standings: &BTreeMap<String, Standing>, kv_failure: KvFailure) -> O
         })
         .collect();
     let reasons = reasons.join("; ");
-    Some(match kv_failure {
-        KvFailure::Recompute => {
-            State::Degraded(format!("no prefill worker is linked, prompts are computed here ({reasons})"))
-        }
-        KvFailure::Fail => {
-            State::Unavailable(format!("no prefill worker is linked, and --kv-failure is fail ({reasons})"))
-        }
-    })
+    Some(State::Degraded(format!("no prefill worker is linked, prompts are computed here ({reasons})")))
 }
 
 #[cfg(test)]
@@ -179,12 +170,7 @@ mod tests {
     use super::*;
 
     fn of(standings: &[Standing]) -> Option<State> {
-        by(standings, KvFailure::Recompute)
-    }
-
-    fn by(standings: &[Standing], kv_failure: KvFailure) -> Option<State> {
-        let named = standings.iter().cloned().enumerate().map(|(i, s)| (format!("http://p:{i}"), s));
-        readiness(&named.collect(), kv_failure)
+        readiness(&standings.iter().cloned().enumerate().map(|(i, s)| (format!("http://p:{i}"), s)).collect())
     }
 
     #[test]
@@ -196,8 +182,6 @@ mod tests {
         assert_eq!(of(&[up.clone(), down.clone()]), Some(State::Ready));
         let Some(State::Degraded(reason)) = of(&[down.clone(), down.clone()]) else { panic!() };
         assert!(reason.contains("http://p:1: refused"), "{reason}");
-        let Some(State::Unavailable(reason)) = by(&[down], KvFailure::Fail) else { panic!() };
-        assert!(reason.contains("--kv-failure"), "{reason}");
         let Some(State::Unavailable(reason)) = of(&[up, refused]) else { panic!() };
         assert!(reason.contains("http://p:1: block size differs"), "{reason}");
     }

@@ -55,7 +55,6 @@ pub fn load(config: &Config, state: &Arc<AppState>) -> anyhow::Result<Worker> {
             args::KvFailure::Recompute => KvFailure::Recompute,
             args::KvFailure::Fail => KvFailure::Fail,
         },
-        expects_prefill: !config.prefill.is_empty(),
         first_ticket: rand::random(),
         check_invariants: config.check_invariants,
     };
@@ -165,7 +164,7 @@ fn link(config: &Config, state: &Arc<AppState>, context: LinkContext, runtime: &
         assert!(first, "a process loads one model. This is a bug.");
         return state.readiness.set(State::Ready);
     }
-    let peers = Peers::new(&config.prefill, state.readiness.clone(), config.kv_failure);
+    let peers = Peers::new(&config.prefill, state.readiness.clone());
     let demand = Demand::new(context.clone());
     let named = Named::new(context.clone(), demand.clone(), peers.clone());
     let first =

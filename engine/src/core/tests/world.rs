@@ -37,7 +37,6 @@ pub(super) fn config(num_blocks: usize, first_ticket: u64) -> CoreConfig {
         max_seqs: 4,
         eos: vec![EOS],
         kv_failure: KvFailure::Recompute,
-        expects_prefill: false,
         first_ticket,
         check_invariants: true,
     }
