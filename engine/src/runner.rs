@@ -1,6 +1,6 @@
 //! Runs one step: forward pass, then a token for each row that wants one.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use kernels::KvPool;
 use kernels::cpu::team;
@@ -70,7 +70,7 @@ impl Runner for ModelRunner {
         let outcomes: Vec<_> = answer.rows.iter().map(outcome).map(Mutex::new).collect();
         // A row is a vocabulary long: some hundred microseconds, of which a step of many rows would wait for each.
         team::run(outcomes.len(), |index| {
-            let mut outcome = lock(&outcomes[index]);
+            let mut outcome = outcomes[index].lock().unwrap_or_else(PoisonError::into_inner);
             if let Outcome::Logits(logits) = &mut *outcome {
                 *outcome = Outcome::Sampled(self.vocabulary.sample(logits, &plan.samples[index]));
             }
@@ -87,10 +87,6 @@ impl Runner for ModelRunner {
 enum Outcome<'a> {
     Logits(&'a mut [f32]),
     Sampled(Result<Sampled, String>),
-}
-
-fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
-    of.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// How a device may sample the row, if nothing is asked for that only the sampler here does.

@@ -12,6 +12,8 @@ mod penalties;
 
 pub use draw::uniform;
 
+use kernels::cpu::largest;
+
 use crate::api::{Logprobs, TokenId};
 use crate::core::SampleRow;
 
@@ -74,32 +76,18 @@ impl Vocabulary {
     }
 }
 
-/// Numbers compared side by side: a loop over so many becomes vector code.
-const LANES: usize = 16;
-
-/// The largest number; minus infinity where there is none.
-fn largest(logits: &[f32]) -> f32 {
-    let larger = |a: f32, b: f32| if b > a { b } else { a };
-    let (chunks, rest) = logits.as_chunks::<LANES>();
-    let mut lanes = [f32::NEG_INFINITY; LANES];
-    for chunk in chunks {
-        for (lane, logit) in lanes.iter_mut().zip(chunk) {
-            *lane = larger(*lane, *logit);
-        }
-    }
-    lanes.iter().chain(rest).copied().fold(f32::NEG_INFINITY, larger)
-}
-
 /// The first of the largest logits; `None` if all are NaN or minus infinity.
 fn argmax(logits: &[f32]) -> Option<TokenId> {
+    const CHUNK: usize = 16;
     let top = largest(logits);
     if top == f32::NEG_INFINITY {
         return None;
     }
+    // A chunk without an early end is vector code.
     let holds_it = |chunk: &[f32]| chunk.iter().fold(false, |holds, logit| holds | (*logit == top));
-    let chunk = logits.chunks(LANES).position(holds_it)?;
-    let within = logits[chunk * LANES..].iter().position(|logit| *logit == top)?;
-    Some((chunk * LANES + within) as TokenId)
+    let chunk = logits.chunks(CHUNK).position(holds_it)?;
+    let within = logits[chunk * CHUNK..].iter().position(|logit| *logit == top)?;
+    Some((chunk * CHUNK + within) as TokenId)
 }
 
 #[cfg(test)]

@@ -36,6 +36,7 @@ pub use attention::{Attention, Output};
 pub use isa::Isa;
 pub use matmul::{Input, matmul};
 pub use packed::{Packed, Precision};
+pub use soften::largest;
 
 /// Compiles `$body` as `fn $name` for three widths of registers and picks the widest that the CPU has.
 macro_rules! dispatch {

@@ -76,10 +76,10 @@ impl Softmax {
 }
 
 dispatch! {
-    /// The largest of some scores.
+    /// The largest of some scores; NaN is passed over, and minus infinity where there is nothing else.
     pub fn largest(scores: &[f32]) -> f32 {
         const LANES: usize = 64;
-        // No NaN is expected, and what f32::max does about it costs three instructions.
+        // What f32::max does about NaN costs three instructions.
         let higher = |a: f32, b: f32| if a > b { a } else { b };
         let mut lanes = [f32::NEG_INFINITY; LANES];
         let (chunks, rest) = scores.as_chunks::<LANES>();

@@ -39,9 +39,6 @@ pub struct Order {
     pub running: Arc<Running>,
 }
 
-/// The decode worker has no link to the prefill worker that was chosen, and does not compute the prompt itself.
-const NO_LINK: &str = "prefill_not_linked";
-
 /// Why an attempt brought no answer. The client has seen nothing of it.
 pub struct Failure {
     /// For labels.
@@ -60,6 +57,8 @@ pub enum Blame {
     Connection,
     /// The worker that computes the prompt.
     Prefill,
+    /// The pair: the one that answers has no link to the one that computes the prompt, and does not do it instead.
+    Link,
     /// The request: no worker will take it.
     Request,
 }
@@ -81,10 +80,10 @@ pub async fn deliver(front: &Arc<Front>, order: &Order) -> Response<Body> {
             }
         };
         // A worker that would rather fail than compute the prompt itself is not asked to after all.
-        if decision.prefill.is_none() && last.as_ref().is_some_and(|failure| failure.reason == NO_LINK) {
-            return last
-                .take()
-                .map_or_else(|| StatusCode::SERVICE_UNAVAILABLE.into_response(), |last| last.answer);
+        if decision.prefill.is_none()
+            && let Some(failure) = last.take_if(|failure| failure.blame == Blame::Link)
+        {
+            return failure.answer;
         }
         front.metrics.scheduling_ms.observe(super::metrics::ms(decided.elapsed()));
         if last.is_none() {
@@ -118,7 +117,7 @@ pub async fn deliver(front: &Arc<Front>, order: &Order) -> Response<Body> {
         }
         front.metrics.retries.with_label_values(&[failure.reason]).inc();
         match failure.blame {
-            Blame::Prefill => tried.exclude(prefill.unwrap_or(serve)),
+            Blame::Prefill | Blame::Link => tried.exclude(prefill.unwrap_or(serve)),
             Blame::Connection => tried.suspect(serve),
             Blame::Serve | Blame::Request => tried.exclude(serve),
         }
@@ -233,7 +232,8 @@ async fn answer(
     if unlinked && status == StatusCode::SERVICE_UNAVAILABLE {
         // `--kv-failure fail`: the worker is well, another prefill worker may have a link to it.
         let answer = Response::from_parts(head, Body::from(bytes));
-        return Err(retried(flight, Failure { reason: NO_LINK, answer, blame: Blame::Prefill }));
+        let failure = Failure { reason: "prefill_not_linked", answer, blame: Blame::Link };
+        return Err(retried(flight, failure));
     }
     if status.is_server_error() && status != StatusCode::SERVICE_UNAVAILABLE {
         worker.standing().failed(Instant::now());

@@ -9,6 +9,7 @@ use axum::extract::{Path, State};
 use axum::http::{HeaderMap, Response, StatusCode, header};
 use axum::response::IntoResponse;
 use bytes::Bytes;
+use futures_util::future::join_all;
 use prometheus::{Encoder, TextEncoder};
 use serde_json::{Value, json};
 
@@ -118,7 +119,7 @@ pub async fn reset_prefix_cache(State(front): State<Arc<Front>>) -> Response<Bod
         }
         Ok(())
     });
-    let outcomes: Vec<Result<(), String>> = futures_util::future::join_all(resets).await;
+    let outcomes: Vec<Result<(), String>> = join_all(resets).await;
     let status = match outcomes.iter().all(Result::is_ok) && !workers.is_empty() {
         true => StatusCode::OK,
         false => StatusCode::SERVICE_UNAVAILABLE,
