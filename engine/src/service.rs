@@ -59,6 +59,8 @@ pub fn region(pool: &Arc<KvPool>) -> Region {
     // SAFETY: the pool's memory lives as long as the Arc that goes with it. Blocks that a transport reads are pinned
     // until its writes settle, blocks that it writes are ticketed or quarantined: the engine touches neither meanwhile.
     let region = unsafe { Region::new(pool.base(), pool.len(), pool.clone()) };
+    // The least that is pushed at a time.
+    let region = region.in_pieces_of(pool.layout().layer_bytes() as u64);
     let Some(gpu) = pool.gpu() else { return region };
     // An emulated device's memory is the processor's own: libraries reach it, too.
     let memory = pool.device().map_or(Memory::Host, Memory::Cuda);

@@ -1,5 +1,6 @@
 //! The listening socket: taking a port, publishing it, serving until told to stop.
 
+use std::fmt::Debug;
 use std::future::Future;
 use std::io;
 use std::net::SocketAddr;
@@ -7,7 +8,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use axum::Router;
-use axum::serve::ListenerExt;
+use axum::serve::{Listener, ListenerExt};
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
 
@@ -55,6 +56,18 @@ pub async fn run(
     let listener = listener.tap_io(|stream| {
         let _ = stream.set_nodelay(true);
     });
+    serve(listener, router, shutdown).await
+}
+
+/// As [`run`], of connections that come from wherever, with Nagle's delay switched off.
+pub async fn serve<L>(
+    listener: L,
+    router: Router,
+    shutdown: impl Future<Output = ()> + Send + 'static,
+) -> io::Result<()>
+where
+    L: Listener<Addr: Debug>,
+{
     let (closing, closed) = oneshot::channel();
     let serve = axum::serve(listener, router).with_graceful_shutdown(async move {
         shutdown.await;

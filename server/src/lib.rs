@@ -16,6 +16,7 @@ pub mod error;
 pub mod events;
 pub mod frontend;
 pub mod http;
+mod lanes;
 pub mod layers;
 pub mod link;
 pub mod openai;

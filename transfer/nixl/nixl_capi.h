@@ -47,6 +47,7 @@ typedef struct nixl_capi_mem_list_s *nixl_capi_mem_list_t;
 typedef struct nixl_capi_backend_s *nixl_capi_backend_t;
 typedef struct nixl_capi_opt_args_s *nixl_capi_opt_args_t;
 typedef struct nixl_capi_xfer_dlist_s *nixl_capi_xfer_dlist_t;
+typedef struct nixl_capi_xfer_dlist_handle_s *nixl_capi_xfer_dlist_handle_t;
 typedef struct nixl_capi_reg_dlist_s *nixl_capi_reg_dlist_t;
 typedef struct nixl_capi_xfer_req_s *nixl_capi_xfer_req_t;
 typedef struct nixl_capi_notif_map_s *nixl_capi_notif_map_t;
@@ -120,6 +121,21 @@ nixl_capi_status_t nixl_capi_post_xfer_req(nixl_capi_agent_t agent, nixl_capi_xf
 nixl_capi_status_t nixl_capi_get_xfer_status(nixl_capi_agent_t agent, nixl_capi_xfer_req_t req_hndl);
 nixl_capi_status_t nixl_capi_release_xfer_req(nixl_capi_agent_t agent, nixl_capi_xfer_req_t req);
 nixl_capi_status_t nixl_capi_destroy_xfer_req(nixl_capi_xfer_req_t req);
+
+/* Prepared lists: each descriptor is looked up once, requests name it by its place. An empty agent name means our own
+ * memory. The library merges neighbours. A remote's list must go before its keys do. */
+nixl_capi_status_t nixl_capi_prep_xfer_dlist(nixl_capi_agent_t agent, const char *agent_name,
+                                             nixl_capi_xfer_dlist_t descs,
+                                             nixl_capi_xfer_dlist_handle_t *dlist_hndl,
+                                             nixl_capi_opt_args_t opt_args);
+nixl_capi_status_t nixl_capi_release_xfer_dlist_handle(nixl_capi_agent_t agent,
+                                                       nixl_capi_xfer_dlist_handle_t dlist_handle);
+nixl_capi_status_t nixl_capi_make_xfer_req(nixl_capi_agent_t agent, nixl_capi_xfer_op_t operation,
+                                           nixl_capi_xfer_dlist_handle_t local_descs, const int *local_indices,
+                                           size_t local_indices_count,
+                                           nixl_capi_xfer_dlist_handle_t remote_descs, const int *remote_indices,
+                                           size_t remote_indices_count, nixl_capi_xfer_req_t *req_hndl,
+                                           nixl_capi_opt_args_t opt_args);
 
 /* Notifications: asking for them is also what makes progress. Names and bytes live until the map is cleared. */
 nixl_capi_status_t nixl_capi_create_notif_map(nixl_capi_notif_map_t *notif_map);

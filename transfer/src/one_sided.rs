@@ -27,6 +27,16 @@ pub enum Progress {
     Failed(String),
 }
 
+/// Where a pool lies.
+#[derive(Clone, Copy, Debug)]
+pub struct PoolAt {
+    /// Address of the first byte, in its own process.
+    pub base: u64,
+    /// Bytes; `base + len` does not wrap.
+    pub len: u64,
+    pub memory: Memory,
+}
+
 /// The library's handles, used by one thread at a time.
 pub trait Agent: Send {
     type Remote: Send;
@@ -35,13 +45,8 @@ pub trait Agent: Send {
     /// What a remote agent loads to reach our pool.
     fn metadata(&self) -> Result<Vec<u8>, TransferError>;
 
-    /// Makes a remote agent known whose pool begins at `base` of its own address space, in `memory`.
-    fn load_remote(
-        &mut self,
-        metadata: &[u8],
-        base: u64,
-        memory: Memory,
-    ) -> Result<Self::Remote, TransferError>;
+    /// Makes a remote agent known whose pool is `pool`.
+    fn load_remote(&mut self, metadata: &[u8], pool: PoolAt) -> Result<Self::Remote, TransferError>;
 
     /// Ends what runs towards the remote, as far as the library can; each request is still seen to its end.
     fn cancel(&mut self, _remote: &Self::Remote) {}
@@ -227,7 +232,8 @@ impl<A: Agent> Transport for OneSided<A> {
         }
         self.remove_peer(peer);
         let memory = metadata.cuda.map_or(Memory::Host, Memory::Cuda);
-        let remote = self.agent.load_remote(&metadata.library, metadata.base, memory)?;
+        let pool = PoolAt { base: metadata.base, len: metadata.len, memory };
+        let remote = self.agent.load_remote(&metadata.library, pool)?;
         let slot = Slot(self.number(), peer);
         self.peers.insert(slot, Peer { remote, pool: metadata.len, leaving: None, running: 0 });
         self.current.insert(peer, slot);
@@ -349,7 +355,7 @@ mod tests {
             Ok(Vec::new())
         }
 
-        fn load_remote(&mut self, _: &[u8], _: u64, _: Memory) -> Result<(), TransferError> {
+        fn load_remote(&mut self, _: &[u8], _: PoolAt) -> Result<(), TransferError> {
             Ok(())
         }
 

@@ -6,6 +6,7 @@
 
 use std::any::Any;
 use std::fmt;
+use std::num::NonZeroU64;
 use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -220,6 +221,8 @@ pub struct Region {
     base: NonNull<u8>,
     len: usize,
     memory: Memory,
+    /// Bytes of a piece: spans are as a rule whole pieces of the pool.
+    piece: u64,
     /// How to copy where the processor cannot.
     copier: Option<Arc<dyn DeviceMemory>>,
     _owner: Arc<dyn Any + Send + Sync>,
@@ -236,7 +239,18 @@ impl Region {
     /// `base..base + len` must be readable and writable for as long as `owner` lives, and the caller must see to it
     /// that bytes being transferred are not accessed elsewhere at the same time.
     pub unsafe fn new(base: NonNull<u8>, len: usize, owner: Arc<dyn Any + Send + Sync>) -> Self {
-        Self { base, len, memory: Memory::Host, copier: None, _owner: owner }
+        Self { base, len, memory: Memory::Host, piece: 0, copier: None, _owner: owner }
+    }
+
+    /// The same range of bytes, most of whose transfers will be of whole pieces of `bytes`: a transport may prepare them.
+    /// Other spans stay allowed.
+    pub fn in_pieces_of(self, bytes: u64) -> Self {
+        Self { piece: bytes, ..self }
+    }
+
+    /// Bytes of a piece; `None` where nothing is known of the spans to come.
+    pub fn piece(&self) -> Option<NonZeroU64> {
+        NonZeroU64::new(self.piece)
     }
 
     /// The same range of bytes, said to lie in `memory`.

@@ -18,7 +18,7 @@ use super::relay::{Limits, RelayBody};
 use super::request::Asked;
 use super::state::Front;
 use super::stream_watch::SeenUsage;
-use super::upstream::SendError;
+use super::upstream::{SendError, Upstream};
 use crate::error::ApiError;
 use crate::openai::Api;
 use crate::shutdown::Running;
@@ -31,6 +31,8 @@ const MAX_ANSWER: usize = 256 << 20;
 pub struct Order {
     pub api: Api,
     pub request_id: String,
+    /// The thread's own.
+    pub upstream: Upstream,
     pub headers: HeaderMap,
     pub body: Bytes,
     pub asked: Asked,
@@ -138,7 +140,12 @@ async fn attempt(front: &Arc<Front>, order: &Order, decision: Decision) -> Resul
             headers.insert(headers::PREFILL, header_value(&prefill.worker.name));
         }
         Some(prefill) => {
-            let leg = pair::Leg { front, prefill: &prefill.worker, api: order.api, headers: &headers };
+            let leg = pair::Leg {
+                upstream: &order.upstream,
+                prefill: &prefill.worker,
+                api: order.api,
+                headers: &headers,
+            };
             match leg.prefill(&order.body).await {
                 Ok(rewritten) => body = rewritten,
                 Err(failure) => return Err(retried(flight, failure)),
@@ -149,7 +156,7 @@ async fn attempt(front: &Arc<Front>, order: &Order, decision: Decision) -> Resul
         }
         None => {}
     }
-    let sent = front.upstream.post(worker.api_uri(order.api), headers, body);
+    let sent = order.upstream.post(worker.api_uri(order.api), headers, body);
     let response = tokio::select! {
         response = sent => response,
         () = worker.hung.notified() => Err(SendError::Broken("the worker hangs".into())),

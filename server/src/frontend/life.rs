@@ -16,6 +16,7 @@ use super::routes::router;
 use super::state::Front;
 use crate::args::Role;
 use crate::http;
+use crate::lanes;
 use crate::readiness::Readiness;
 use crate::shutdown::Signals;
 use crate::state::{AppState, Identity};
@@ -45,7 +46,9 @@ async fn serve(config: Config) -> anyhow::Result<()> {
     let listener = http::bind(config.listen, config.port_file.as_deref()).await?;
     let shutdown = app.drain.clone().run(signals.first(), readiness.clone(), config.shutdown_grace);
     let front = Front::new(app, config.router, config.served_model_name)?;
-    let mut serving = tokio::spawn(http::run(listener, router(front.clone()), shutdown));
+    let lanes = std::thread::available_parallelism()?.get();
+    let served = front.clone();
+    let mut serving = tokio::spawn(lanes::run(listener, lanes, move || router(served.clone()), shutdown));
     let loading = load_text(config.model, config.model_source);
     let text = tokio::select! {
         // Told to stop while loading: the load is abandoned.

@@ -11,8 +11,7 @@ use serde_json::{Map, Value, json};
 
 use super::deliver::{Blame, Failure, retry_after, unreachable};
 use super::fleet::Worker;
-use super::state::Front;
-use super::upstream::SendError;
+use super::upstream::{SendError, Upstream};
 use crate::error::ApiError;
 use crate::openai::Api;
 
@@ -21,7 +20,7 @@ const MAX_ANSWER: usize = 16 << 20;
 
 /// The prefill leg of one request.
 pub struct Leg<'a> {
-    pub front: &'a Front,
+    pub upstream: &'a Upstream,
     pub prefill: &'a Worker,
     pub api: Api,
     pub headers: &'a HeaderMap,
@@ -43,7 +42,7 @@ impl Leg<'_> {
 
     async fn ask(&self, body: Bytes) -> Result<Value, Failure> {
         let worker = self.prefill;
-        let sent = self.front.upstream.post(worker.api_uri(self.api), self.headers.clone(), body);
+        let sent = self.upstream.post(worker.api_uri(self.api), self.headers.clone(), body);
         let failed = |error: SendError| Failure { blame: Blame::Prefill, ..unreachable(worker, &error) };
         let response = tokio::select! {
             response = sent => response.map_err(failed)?,

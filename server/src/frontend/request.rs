@@ -139,7 +139,7 @@ mod tests {
         };
         let (one, other) = (chat(&"a".repeat(500)), chat(&"b".repeat(500)));
         let same = one.iter().zip(other.iter()).take_while(|(a, b)| a == b).count();
-        assert!((5..one.len()).contains(&same), "{same} of {}", one.len());
+        assert!((3..one.len()).contains(&same), "{same} of {}", one.len());
         // A name covers everything before it.
         assert!(one[same..].iter().zip(&other[same..]).all(|(a, b)| a != b));
     }

@@ -16,13 +16,15 @@ use super::deliver::{Order, deliver};
 use super::flight::Ledger;
 use super::request::Asked;
 use super::state::Front;
+use super::upstream::Upstream;
 use super::{audit, explain, ops, page};
 use crate::error::ApiError;
 use crate::layers::{self, RequestId};
 use crate::openai::{Api, MAX_BODY_BYTES, check_content_type};
 use crate::routes::{no_method, no_route};
 
-/// All routes of a frontend.
+/// All routes of a frontend. Each router has a client of the workers of its own: made and used by one thread, its connections
+/// live there too.
 pub fn router(front: Arc<Front>) -> Router {
     let app = front.app.clone();
     Router::new()
@@ -48,31 +50,37 @@ pub fn router(front: Arc<Front>) -> Router {
         .method_not_allowed_fallback(no_method)
         .layer(DefaultBodyLimit::max(MAX_BODY_BYTES))
         .with_state(front)
+        .layer(Extension(Upstream::new()))
         .layer(from_fn_with_state(app, layers::observe))
 }
 
 async fn chat(
     State(front): State<Arc<Front>>,
     Extension(id): Extension<RequestId>,
+    Extension(upstream): Extension<Upstream>,
     headers: HeaderMap,
     body: Result<Bytes, axum::extract::rejection::BytesRejection>,
 ) -> Response<Body> {
-    generate(&front, Api::Chat, id, headers, body).await.unwrap_or_else(IntoResponse::into_response)
+    generate(&front, Api::Chat, id, upstream, headers, body).await.unwrap_or_else(IntoResponse::into_response)
 }
 
 async fn completions(
     State(front): State<Arc<Front>>,
     Extension(id): Extension<RequestId>,
+    Extension(upstream): Extension<Upstream>,
     headers: HeaderMap,
     body: Result<Bytes, axum::extract::rejection::BytesRejection>,
 ) -> Response<Body> {
-    generate(&front, Api::Completions, id, headers, body).await.unwrap_or_else(IntoResponse::into_response)
+    generate(&front, Api::Completions, id, upstream, headers, body)
+        .await
+        .unwrap_or_else(IntoResponse::into_response)
 }
 
 async fn generate(
     front: &Arc<Front>,
     api: Api,
     request_id: RequestId,
+    upstream: Upstream,
     headers: HeaderMap,
     body: Result<Bytes, axum::extract::rejection::BytesRejection>,
 ) -> Result<Response<Body>, ApiError> {
@@ -100,6 +108,7 @@ async fn generate(
         model: front.metrics.model(&front.model_label(asked.model.as_deref()), endpoint),
         recent: front.recent.clone(),
     };
-    let order = Order { api, request_id: request_id.0, headers, body, asked, ledger, arrival, running };
+    let order =
+        Order { api, request_id: request_id.0, upstream, headers, body, asked, ledger, arrival, running };
     Ok(deliver(front, &order).await)
 }

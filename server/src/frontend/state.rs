@@ -79,11 +79,10 @@ impl Front {
 
     /// How this frontend names the blocks of prompts.
     pub fn naming(&self) -> Naming {
-        let block_size = self.router.block_size();
         match (self.text.get(), self.router.uses_overlap()) {
-            (_, false) => Naming::None { block_size },
+            (_, false) => Naming::None { block_size: self.router.block_size() },
             (None, true) => Naming::Text,
-            (Some(text), true) => Naming::Tokens { text: text.clone(), block_size },
+            (Some(text), true) => Naming::Tokens { text: text.clone(), block_size: self.router.block_size() },
         }
     }
 

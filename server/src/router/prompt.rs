@@ -12,7 +12,7 @@ const TOKEN_BYTES: usize = 4;
 
 /// Tokens in a block of text, estimated. More than workers have in theirs: a shorter beginning is hardly worth a detour, and
 /// an index entry for each few words would take longer to keep than the request takes to relay.
-pub const TEXT_BLOCK_TOKENS: usize = 64;
+pub const TEXT_BLOCK_TOKENS: usize = 128;
 
 const TEXT_BLOCK: usize = TEXT_BLOCK_TOKENS * TOKEN_BYTES;
 
@@ -92,7 +92,7 @@ mod tests {
         let text = |tail: char| "a system prompt for all ".repeat(80) + &tail.to_string().repeat(400);
         let (one, two) = (Prompt::from_text(text('x').as_bytes()), Prompt::from_text(text('y').as_bytes()));
         let same = one.keys.iter().zip(two.keys.iter()).take_while(|(a, b)| a == b).count();
-        assert_eq!((same, one.keys.len(), one.blocks().num_blocks(), one.num_tokens), (7, 9, 10, 580));
+        assert_eq!((same, one.keys.len(), one.blocks().num_blocks(), one.num_tokens), (3, 4, 5, 580));
         assert_eq!(Prompt::from_text(b"").blocks().num_blocks(), 0);
     }
 }

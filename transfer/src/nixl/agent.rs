@@ -8,11 +8,12 @@ use std::ptr::{null, null_mut};
 
 use super::arguments::{DescriptorList, Options, kind_of};
 use super::library::Library;
+use super::pieces::{Pieces, Places};
 use super::status::{check, describe};
 use super::sys::*;
 use crate::error::TransferError;
-use crate::one_sided::{Agent, Progress};
-use crate::transport::{Direction, Memory, Region, Span};
+use crate::one_sided::{Agent, PoolAt, Progress};
+use crate::transport::{Direction, Region, Span};
 use crate::ucx::log;
 
 const BACKEND: &CStr = c"UCX";
@@ -26,12 +27,11 @@ fn progress_of(status: nixl_capi_status_t) -> Progress {
 }
 
 /// A remote agent whose metadata is loaded.
-#[derive(Debug)]
 pub struct Remote {
     name: CString,
-    /// Address of the remote pool's first byte in its own process.
-    base: u64,
-    memory: Memory,
+    pool: PoolAt,
+    /// Where ours are prepared, too.
+    pieces: Option<Pieces>,
 }
 
 /// A posted request. Must be given to [`Agent::release`] once it is no longer running; dropping it leaks the
@@ -49,6 +49,7 @@ pub struct NixlAgent {
     registered: nixl_capi_reg_dlist_t,
     notifications: nixl_capi_notif_map_t,
     pool: Region,
+    pieces: Option<Pieces>,
 }
 
 // SAFETY: NIXL's handles are not tied to the thread that made them (the agent is made with RW locking and UCX's
@@ -84,9 +85,11 @@ impl NixlAgent {
             registered: null_mut(),
             notifications: null_mut(),
             pool: pool.clone(),
+            pieces: None,
         };
         agent.create_backend(transport)?;
         agent.register_pool()?;
+        agent.pieces = agent.prepare(c"", agent.pool_at())?;
         // SAFETY: `notifications` is an out parameter.
         let status = unsafe { agent.api().nixl_capi_create_notif_map(&mut agent.notifications) };
         check("create_notif_map", status)?;
@@ -138,6 +141,51 @@ impl NixlAgent {
         check("register_mem", unsafe { api.nixl_capi_register_mem(self.raw, self.registered, null_mut()) })
     }
 
+    fn pool_at(&self) -> PoolAt {
+        PoolAt { base: self.pool.base() as u64, len: self.pool.len() as u64, memory: self.pool.memory() }
+    }
+
+    /// Prepares the pieces of a pool of `owner`'s.
+    fn prepare(&self, owner: &CStr, pool: PoolAt) -> Result<Option<Pieces>, TransferError> {
+        let Some(piece) = self.pool.piece() else { return Ok(None) };
+        Pieces::prepare(self.api(), self.raw, owner, pool, piece)
+    }
+
+    /// A request for `spans`: by the places of prepared pieces where it can be, else of descriptors of its own.
+    fn request(
+        &self,
+        op: nixl_capi_xfer_op_t,
+        remote: &Remote,
+        spans: &[Span],
+        options: &Options,
+    ) -> Result<nixl_capi_xfer_req_t, TransferError> {
+        if let (Some(ours), Some(theirs), Some(piece)) = (&self.pieces, &remote.pieces, self.pool.piece())
+            && let Some(places) = Places::of(spans, piece)
+        {
+            return ours.request(op, theirs, &places, options.raw);
+        }
+        let (api, pool, distant) = (self.api(), self.pool_at(), remote.pool);
+        let local =
+            DescriptorList::new(api, pool.memory, spans.iter().map(|s| (pool.base + s.local, s.len)))?;
+        let distant =
+            DescriptorList::new(api, distant.memory, spans.iter().map(|s| (distant.base + s.remote, s.len)))?;
+        let mut raw = null_mut();
+        // SAFETY: agent, lists and options are live; the request copies the descriptors; the local ones lie in
+        // the registered pool.
+        check("create_xfer_req", unsafe {
+            api.nixl_capi_create_xfer_req(
+                self.raw,
+                op,
+                local.raw,
+                distant.raw,
+                remote.name.as_ptr(),
+                &mut raw,
+                options.raw,
+            )
+        })?;
+        Ok(raw)
+    }
+
     fn notifications_of(&self, agent: usize, out: &mut Vec<Vec<u8>>) -> Result<(), TransferError> {
         let (api, map) = (self.api(), self.notifications);
         let (mut name, mut count) = (null(), 0);
@@ -185,9 +233,9 @@ impl Agent for NixlAgent {
         }
     }
 
-    /// Makes a remote agent known; `base` is its pool's address, `memory` where that is. Fails when the metadata is not a NIXL agent's or
-    /// that agent is already known.
-    fn load_remote(&mut self, metadata: &[u8], base: u64, memory: Memory) -> Result<Remote, TransferError> {
+    /// Makes a remote agent known and prepares its pool's pieces. Fails when the metadata is not a NIXL agent's or that agent is
+    /// already known.
+    fn load_remote(&mut self, metadata: &[u8], pool: PoolAt) -> Result<Remote, TransferError> {
         let mut name = null_mut();
         // SAFETY: pointer and length describe `metadata`, which the call copies; `name` is an out parameter.
         check("load_remote_md", unsafe {
@@ -199,12 +247,19 @@ impl Agent for NixlAgent {
             libc::free(name.cast());
             owned
         };
-        Ok(Remote { name: owned, base, memory })
+        match self.prepare(&owned, pool) {
+            Ok(pieces) => Ok(Remote { name: owned, pool, pieces }),
+            Err(error) => {
+                self.forget_remote(Remote { name: owned, pool, pieces: None });
+                Err(error)
+            }
+        }
     }
 
     /// Drops a remote's connection and keys. The caller has no request to it running: UCX forbids destroying a
     /// remote key in use.
     fn forget_remote(&mut self, remote: Remote) {
+        drop(remote.pieces);
         // SAFETY: the name is NUL-terminated; an agent that is not known gives an error status, which is fine:
         // NIXL forgets a remote by itself when it sees it disconnect.
         unsafe { self.api().nixl_capi_invalidate_remote_md(self.raw, remote.name.as_ptr()) };
@@ -218,33 +273,14 @@ impl Agent for NixlAgent {
         spans: &[Span],
         notification: &[u8],
     ) -> Result<(Request, Progress), TransferError> {
-        let api = self.api();
-        let base = self.pool.base() as u64;
-        let local =
-            DescriptorList::new(api, self.pool.memory(), spans.iter().map(|s| (base + s.local, s.len)))?;
-        let distant =
-            DescriptorList::new(api, remote.memory, spans.iter().map(|s| (remote.base + s.remote, s.len)))?;
-        let options = Options::new(api, self.backend, notification)?;
-        let mut raw = null_mut();
+        let options = Options::new(self.api(), self.backend, notification)?;
         let op = match direction {
             Direction::Write => nixl_capi_xfer_op_t::NIXL_CAPI_XFER_OP_WRITE,
             Direction::Read => nixl_capi_xfer_op_t::NIXL_CAPI_XFER_OP_READ,
         };
-        // SAFETY: agent, lists and options are live; the request copies the descriptors; the local ones lie in
-        // the registered pool.
-        check("create_xfer_req", unsafe {
-            api.nixl_capi_create_xfer_req(
-                self.raw,
-                op,
-                local.raw,
-                distant.raw,
-                remote.name.as_ptr(),
-                &mut raw,
-                options.raw,
-            )
-        })?;
+        let raw = self.request(op, remote, spans, &options)?;
         // SAFETY: the request was just made by this agent and is not running.
-        let status = unsafe { api.nixl_capi_post_xfer_req(self.raw, raw, options.raw) };
+        let status = unsafe { self.api().nixl_capi_post_xfer_req(self.raw, raw, options.raw) };
         Ok((Request(raw), progress_of(status)))
     }
 
@@ -290,6 +326,7 @@ impl Agent for NixlAgent {
 impl Drop for NixlAgent {
     /// The caller has no request running (see `OneSided::drop`).
     fn drop(&mut self) {
+        drop(self.pieces.take());
         // SAFETY: each handle came from this library, is destroyed once, and the null ones were never made. The
         // pool outlives this call because `self.pool` is dropped after it.
         unsafe {

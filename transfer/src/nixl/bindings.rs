@@ -72,6 +72,12 @@ pub struct nixl_capi_xfer_dlist_s {
 pub type nixl_capi_xfer_dlist_t = *mut nixl_capi_xfer_dlist_s;
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
+pub struct nixl_capi_xfer_dlist_handle_s {
+    _unused: [u8; 0],
+}
+pub type nixl_capi_xfer_dlist_handle_t = *mut nixl_capi_xfer_dlist_handle_s;
+#[repr(C)]
+#[derive(Debug, Copy, Clone)]
 pub struct nixl_capi_reg_dlist_s {
     _unused: [u8; 0],
 }
@@ -291,6 +297,38 @@ pub struct NixlCapi {
     >,
     pub nixl_capi_destroy_xfer_req:
         Result<unsafe extern "C" fn(req: nixl_capi_xfer_req_t) -> nixl_capi_status_t, ::libloading::Error>,
+    pub nixl_capi_prep_xfer_dlist: Result<
+        unsafe extern "C" fn(
+            agent: nixl_capi_agent_t,
+            agent_name: *const ::std::os::raw::c_char,
+            descs: nixl_capi_xfer_dlist_t,
+            dlist_hndl: *mut nixl_capi_xfer_dlist_handle_t,
+            opt_args: nixl_capi_opt_args_t,
+        ) -> nixl_capi_status_t,
+        ::libloading::Error,
+    >,
+    pub nixl_capi_release_xfer_dlist_handle: Result<
+        unsafe extern "C" fn(
+            agent: nixl_capi_agent_t,
+            dlist_handle: nixl_capi_xfer_dlist_handle_t,
+        ) -> nixl_capi_status_t,
+        ::libloading::Error,
+    >,
+    pub nixl_capi_make_xfer_req: Result<
+        unsafe extern "C" fn(
+            agent: nixl_capi_agent_t,
+            operation: nixl_capi_xfer_op_t,
+            local_descs: nixl_capi_xfer_dlist_handle_t,
+            local_indices: *const ::std::os::raw::c_int,
+            local_indices_count: usize,
+            remote_descs: nixl_capi_xfer_dlist_handle_t,
+            remote_indices: *const ::std::os::raw::c_int,
+            remote_indices_count: usize,
+            req_hndl: *mut nixl_capi_xfer_req_t,
+            opt_args: nixl_capi_opt_args_t,
+        ) -> nixl_capi_status_t,
+        ::libloading::Error,
+    >,
     pub nixl_capi_create_notif_map: Result<
         unsafe extern "C" fn(notif_map: *mut nixl_capi_notif_map_t) -> nixl_capi_status_t,
         ::libloading::Error,
@@ -406,6 +444,11 @@ impl NixlCapi {
             unsafe { __library.get(b"nixl_capi_release_xfer_req\0") }.map(|sym| *sym);
         let nixl_capi_destroy_xfer_req =
             unsafe { __library.get(b"nixl_capi_destroy_xfer_req\0") }.map(|sym| *sym);
+        let nixl_capi_prep_xfer_dlist =
+            unsafe { __library.get(b"nixl_capi_prep_xfer_dlist\0") }.map(|sym| *sym);
+        let nixl_capi_release_xfer_dlist_handle =
+            unsafe { __library.get(b"nixl_capi_release_xfer_dlist_handle\0") }.map(|sym| *sym);
+        let nixl_capi_make_xfer_req = unsafe { __library.get(b"nixl_capi_make_xfer_req\0") }.map(|sym| *sym);
         let nixl_capi_create_notif_map =
             unsafe { __library.get(b"nixl_capi_create_notif_map\0") }.map(|sym| *sym);
         let nixl_capi_destroy_notif_map =
@@ -452,6 +495,9 @@ impl NixlCapi {
             nixl_capi_get_xfer_status,
             nixl_capi_release_xfer_req,
             nixl_capi_destroy_xfer_req,
+            nixl_capi_prep_xfer_dlist,
+            nixl_capi_release_xfer_dlist_handle,
+            nixl_capi_make_xfer_req,
             nixl_capi_create_notif_map,
             nixl_capi_destroy_notif_map,
             nixl_capi_get_notifs,
@@ -735,6 +781,60 @@ impl NixlCapi {
     }
     pub unsafe fn nixl_capi_destroy_xfer_req(&self, req: nixl_capi_xfer_req_t) -> nixl_capi_status_t {
         unsafe { (self.nixl_capi_destroy_xfer_req.as_ref().expect("Expected function, got error."))(req) }
+    }
+    pub unsafe fn nixl_capi_prep_xfer_dlist(
+        &self,
+        agent: nixl_capi_agent_t,
+        agent_name: *const ::std::os::raw::c_char,
+        descs: nixl_capi_xfer_dlist_t,
+        dlist_hndl: *mut nixl_capi_xfer_dlist_handle_t,
+        opt_args: nixl_capi_opt_args_t,
+    ) -> nixl_capi_status_t {
+        unsafe {
+            (self.nixl_capi_prep_xfer_dlist.as_ref().expect("Expected function, got error."))(
+                agent, agent_name, descs, dlist_hndl, opt_args,
+            )
+        }
+    }
+    pub unsafe fn nixl_capi_release_xfer_dlist_handle(
+        &self,
+        agent: nixl_capi_agent_t,
+        dlist_handle: nixl_capi_xfer_dlist_handle_t,
+    ) -> nixl_capi_status_t {
+        unsafe {
+            (self.nixl_capi_release_xfer_dlist_handle.as_ref().expect("Expected function, got error."))(
+                agent,
+                dlist_handle,
+            )
+        }
+    }
+    pub unsafe fn nixl_capi_make_xfer_req(
+        &self,
+        agent: nixl_capi_agent_t,
+        operation: nixl_capi_xfer_op_t,
+        local_descs: nixl_capi_xfer_dlist_handle_t,
+        local_indices: *const ::std::os::raw::c_int,
+        local_indices_count: usize,
+        remote_descs: nixl_capi_xfer_dlist_handle_t,
+        remote_indices: *const ::std::os::raw::c_int,
+        remote_indices_count: usize,
+        req_hndl: *mut nixl_capi_xfer_req_t,
+        opt_args: nixl_capi_opt_args_t,
+    ) -> nixl_capi_status_t {
+        unsafe {
+            (self.nixl_capi_make_xfer_req.as_ref().expect("Expected function, got error."))(
+                agent,
+                operation,
+                local_descs,
+                local_indices,
+                local_indices_count,
+                remote_descs,
+                remote_indices,
+                remote_indices_count,
+                req_hndl,
+                opt_args,
+            )
+        }
     }
     pub unsafe fn nixl_capi_create_notif_map(
         &self,

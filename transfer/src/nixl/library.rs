@@ -109,6 +109,7 @@ fn require_symbols(api: &NixlCapi, path: &Path) -> Result<(), String> {
         nixl_capi_create_opt_args nixl_capi_destroy_opt_args nixl_capi_opt_args_add_backend
         nixl_capi_opt_args_set_notif_msg nixl_capi_opt_args_set_has_notif
         nixl_capi_create_xfer_dlist nixl_capi_destroy_xfer_dlist nixl_capi_xfer_dlist_add_desc
+        nixl_capi_prep_xfer_dlist nixl_capi_release_xfer_dlist_handle nixl_capi_make_xfer_req
         nixl_capi_create_xfer_req nixl_capi_post_xfer_req nixl_capi_get_xfer_status
         nixl_capi_release_xfer_req nixl_capi_destroy_xfer_req
         nixl_capi_create_notif_map nixl_capi_destroy_notif_map nixl_capi_get_notifs nixl_capi_notif_map_size

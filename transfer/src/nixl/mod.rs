@@ -1,9 +1,10 @@
-//! NIXL over UCX: the library's bindings (`sys`), loading it, safe handles (`agent`, `arguments`). The transport itself
+//! NIXL over UCX: the library's bindings (`sys`), loading it, safe handles (`agent`, `arguments`, `pieces`). The transport itself
 //! is [`crate::one_sided`].
 
 mod agent;
 mod arguments;
 mod library;
+mod pieces;
 mod status;
 mod sys;
 

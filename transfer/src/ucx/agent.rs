@@ -15,7 +15,7 @@ use super::log;
 use super::request::{NOTIFICATION, Request, parameters};
 use super::sys::*;
 use crate::error::TransferError;
-use crate::one_sided::{Agent, Progress};
+use crate::one_sided::{Agent, PoolAt, Progress};
 use crate::transport::{Direction, Memory, Region, Span};
 
 /// Calls of UCX's progress in one poll while they find something to do. Each may move a segment; more would keep the
@@ -202,7 +202,7 @@ impl Agent for UcxAgent {
         Ok(rmp_serde::to_vec(&metadata).expect("plain struct serializes"))
     }
 
-    fn load_remote(&mut self, metadata: &[u8], base: u64, _: Memory) -> Result<Remote, TransferError> {
+    fn load_remote(&mut self, metadata: &[u8], pool: PoolAt) -> Result<Remote, TransferError> {
         let Metadata { address, key } =
             rmp_serde::from_slice(metadata).map_err(|e| TransferError::BadMetadata(e.to_string()))?;
         let endpoint = Endpoint::new(self.library, self.worker, &address)?;
@@ -210,7 +210,7 @@ impl Agent for UcxAgent {
             self.close(&endpoint);
             return Err(error);
         }
-        Ok(Remote { endpoint, base })
+        Ok(Remote { endpoint, base: pool.base })
     }
 
     fn cancel(&mut self, remote: &Remote) {
