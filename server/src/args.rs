@@ -113,7 +113,7 @@ pub struct Args {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(0..=19), help_heading = MODEL)]
     pub cpu_nice: Option<u8>,
 
-    /// The CPU's instructions to compute with: portable, avx2, avx512, avx512-bf16 or amx-bf16; the best that it has when
+    /// The CPU's instructions to compute with: portable, avx2, avx512, avx512-bf16 or amx-bf16; the fastest that it has when
     /// not given.
     #[arg(long, env = "KVFERRY_CPU_ISA", value_name = "NAME", value_parser = cpu_isa, help_heading = DIAGNOSTICS)]
     pub cpu_isa: Option<Isa>,

@@ -99,14 +99,15 @@ pub async fn run(args: Args) -> Result<()> {
 
 fn measure(args: &Args) -> Result<()> {
     let load = machine::load();
-    let isa = args.cpu.start()?;
+    args.cpu.start()?;
+    let precision = if args.int8 { Precision::Int8 } else { Precision::Bf16 };
+    let isa = Isa::detect_for(precision);
     let usage = |error: &dyn std::fmt::Display| BenchError::Usage(format!("--model {}: {error}", args.model));
     let options = SourceOptions::from_vars(|name| std::env::var(name).ok());
     let dir = resolve(&args.model, &options).map_err(|error| usage(&error))?;
     let mut loaded = None;
     let load_s = seconds(|| loaded = Some(Steps::load(&dir, args)));
     let mut steps = loaded.expect("set by the closure. This is a bug.").map_err(|error| usage(&error))?;
-    let precision = if args.int8 { Precision::Int8 } else { Precision::Bf16 };
     let mut roofs = Roofs::new()?;
     let mut sizes: Vec<(usize, usize, usize)> = args.prompt_tokens.iter().map(|&n| (1, 0, n)).collect();
     sizes.extend(args.batch.iter().map(|&n| (n, args.context, 1)));

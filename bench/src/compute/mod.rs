@@ -19,7 +19,7 @@ pub struct Cpu {
     /// Compute threads; one per core when not given.
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     threads: Option<usize>,
-    /// The CPU's instructions to use: portable, avx2, avx512, avx512-bf16, amx-bf16; the best that it has when not given.
+    /// The CPU's instructions to use: portable, avx2, avx512, avx512-bf16, amx-bf16; the fastest that it has when not given.
     #[arg(long, env = "KVFERRY_CPU_ISA", value_name = "NAME")]
     #[serde(serialize_with = "isa_name")]
     cpu_isa: Option<Isa>,

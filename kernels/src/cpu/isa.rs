@@ -2,7 +2,10 @@
 
 use std::sync::OnceLock;
 
-/// Instruction sets with a kernel of their own, slowest first.
+use super::packed::Precision;
+
+/// Instruction sets with a kernel of their own, each with more instructions than the one before. Not each is faster:
+/// [`Isa::detect`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Isa {
     /// Whatever the compiler's baseline has.
@@ -17,14 +20,44 @@ pub enum Isa {
     AmxBf16,
 }
 
-static CHOSEN: OnceLock<Isa> = OnceLock::new();
+/// What this process computes with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Choice {
+    /// With bf16 weights, and with KV.
+    bf16: Isa,
+    /// With int8 weights.
+    int8: Isa,
+}
+
+static CHOSEN: OnceLock<Choice> = OnceLock::new();
 
 impl Isa {
     pub const ALL: [Isa; 5] = [Isa::Portable, Isa::Avx2, Isa::Avx512, Isa::Avx512Bf16, Isa::AmxBf16];
 
-    /// The best that this CPU has, unless [`Self::choose`] named another.
+    /// The fastest that this CPU has, unless [`Self::choose`] named another.
     pub fn detect() -> Isa {
-        *CHOSEN.get_or_init(Self::best)
+        Self::choice().bf16
+    }
+
+    /// The fastest for products with weights of this precision, unless [`Self::choose`] named another.
+    pub fn detect_for(precision: Precision) -> Isa {
+        match precision {
+            Precision::Bf16 => Self::choice().bf16,
+            Precision::Int8 => Self::choice().int8,
+        }
+    }
+
+    fn choice() -> Choice {
+        *CHOSEN.get_or_init(|| {
+            let last = Self::available().last().unwrap_or(Isa::Portable);
+            Choice { bf16: if last.has_slow_pairs() { Isa::Avx512 } else { last }, int8: last }
+        })
+    }
+
+    /// True if the CPU multiplies pairs of bf16 slower than it multiplies as many f32, as Intel's do without AMX: at half the speed.
+    /// AMD's have twice that of f32. Takes half a millisecond.
+    fn has_slow_pairs(self) -> bool {
+        self == Isa::Avx512Bf16 && !super::roof::pairs_pay()
     }
 
     /// Fixes what [`Self::detect`] says in this process. Returns false if it was fixed, or asked for, before; a
@@ -33,16 +66,13 @@ impl Isa {
     /// Panics if the CPU lacks it, which is a bug of the caller.
     pub fn choose(isa: Isa) -> bool {
         assert!(isa.is_available(), "no {} here. This is a bug.", isa.as_str());
-        *CHOSEN.get_or_init(|| isa) == isa
+        let choice = Choice { bf16: isa, int8: isa };
+        *CHOSEN.get_or_init(|| choice) == choice
     }
 
-    /// Those that this CPU has, slowest first.
+    /// Those that this CPU has.
     pub fn available() -> impl Iterator<Item = Isa> {
         Self::ALL.into_iter().filter(|isa| isa.is_available())
-    }
-
-    fn best() -> Isa {
-        Self::available().last().unwrap_or(Isa::Portable)
     }
 
     /// True if this CPU (and its operating system) can run it.
@@ -95,5 +125,21 @@ impl std::str::FromStr for Isa {
         let known = Isa::ALL.map(Isa::as_str).join(", ");
         let isa = Isa::ALL.into_iter().find(|isa| isa.as_str() == name);
         isa.ok_or_else(|| format!("{name:?} is no instruction set; there are {known}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two workers of one machine must compute alike, so a busy neighbour must not change what is chosen.
+    #[test]
+    fn what_is_measured_is_the_same_each_time() {
+        if !Isa::Avx512Bf16.is_available() {
+            return;
+        }
+        let first = Isa::Avx512Bf16.has_slow_pairs();
+        assert!((0..50).all(|_| Isa::Avx512Bf16.has_slow_pairs() == first));
+        assert!(!Isa::AmxBf16.has_slow_pairs() && !Isa::Avx512.has_slow_pairs());
     }
 }

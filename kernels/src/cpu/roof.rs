@@ -2,6 +2,7 @@
 //! registers alone. On all threads of the team.
 
 use std::hint::black_box;
+use std::time::Instant;
 
 use super::packed::Precision;
 use super::{Isa, dispatch, team};
@@ -52,6 +53,32 @@ pub fn compute(isa: Isa, precision: Precision) -> f64 {
     let counts: Vec<std::sync::atomic::AtomicUsize> = (0..tasks).map(|_| Default::default()).collect();
     team::run(tasks, |task| counts[task].store(per_step(), std::sync::atomic::Ordering::Relaxed));
     counts.into_iter().map(|count| count.into_inner() as f64).sum::<f64>() * STEPS as f64
+}
+
+/// Whether products of bf16 pairs are at least as fast as those of f32, on this thread. A fast trial of many counts: a CPU that
+/// others use as well only ever looks slower.
+///
+/// Panics if the CPU lacks [`Isa::Avx512Bf16`], which is a bug of the caller.
+pub fn pairs_pay() -> bool {
+    assert!(Isa::Avx512Bf16.is_available(), "no bf16 products here. This is a bug.");
+    #[cfg(target_arch = "x86_64")]
+    {
+        const STEPS: usize = 1000;
+        let mut rates = [0f64; 2];
+        for _ in 0..16 {
+            // SAFETY: the CPU has the instructions.
+            let kinds: [fn(usize) -> usize; 2] =
+                [|steps| unsafe { x86::bf16(steps) }, |steps| unsafe { x86::f32x16(steps) }];
+            for (rate, compute) in rates.iter_mut().zip(kinds) {
+                let started = Instant::now();
+                let operations = compute(STEPS);
+                *rate = rate.max(operations as f64 / started.elapsed().as_secs_f64());
+            }
+        }
+        rates[0] >= rates[1]
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    true
 }
 
 /// Multiplies and adds what the baseline's registers hold; returns the operations of a step.

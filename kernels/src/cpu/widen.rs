@@ -202,8 +202,8 @@ mod x86 {
                     const GROUP: usize = 4;
                     let Tile { pairs, a_row, c_row, add, ahead, .. } = *t;
                     let passes = COLUMNS / (V * $lanes);
-                    // One row reads in order, which the memory system sees by itself.
-                    let ahead = ahead.filter(|_| passes > 1);
+                    // One row reads in order, which the memory system sees by itself, if no faster than what it is made for.
+                    let ahead = ahead.filter(|_| passes > 1 || $lanes == 16);
                     let lines = ahead.map_or(0, |(_, tiles)| (GROUP * COLUMNS / 16 / (tiles * passes)).max(1));
                     let share = pairs / GROUP * lines;
                     let mut next =

@@ -34,7 +34,7 @@ impl Weight {
 
     /// True if activations are rounded to bf16 (or bytes) to be multiplied with this weight, so that they may be stored so.
     pub fn computes_bf16(&self) -> bool {
-        matches!(self, Weight::Packed(packed) if packed.k() >= BF16_INPUTS && Isa::detect().computes_bf16())
+        matches!(self, Weight::Packed(w) if w.k() >= BF16_INPUTS && Isa::detect_for(w.precision()).computes_bf16())
     }
 }
 
@@ -46,7 +46,8 @@ const BF16_INPUTS: usize = 512;
 /// What products with this weight run on.
 fn isa(w: &Packed) -> Isa {
     let exact = w.precision() == Precision::Bf16 && w.k() < BF16_INPUTS;
-    if exact { Isa::detect().min(Isa::Avx512) } else { Isa::detect() }
+    let isa = Isa::detect_for(w.precision());
+    if exact { isa.min(Isa::Avx512) } else { isa }
 }
 
 /// `y[rows, out] = x[rows, in] · wᵀ + bias[out]`, plus what `y` holds if `add`; `y` and `bias` f32, `x` f32 or bf16.

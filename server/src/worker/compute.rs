@@ -8,7 +8,7 @@ use anyhow::{Context, bail};
 use engine::runner::{ModelRunner, Runner};
 use engine::sampler::Vocabulary;
 use engine::sim::{ModelSize, Profile, SimRunner};
-use kernels::cpu::Isa;
+use kernels::cpu::{Isa, Precision};
 use kernels::{BatchMeta, KvDtype, KvLayout, KvPool};
 use models::gpu::{GpuLimits, GpuModel};
 use models::model::{Batch, Model};
@@ -36,10 +36,14 @@ pub fn load(config: &Config, dir: &Path) -> anyhow::Result<Compute> {
         DeviceKind::Sim => load_sim(config, dir)?,
         DeviceKind::Cpu | DeviceKind::Cuda(_) | DeviceKind::Auto => load_model(config, dir)?,
     };
+    let precision = match config.quantization {
+        Quantization::Int8 => Precision::Int8,
+        Quantization::None => Precision::Bf16,
+    };
     tracing::info!(
         model = %dir.display(),
         threads = config.threads,
-        cpu_isa = Isa::detect().as_str(),
+        cpu_isa = Isa::detect_for(precision).as_str(),
         kv_blocks = compute.pool.num_blocks(),
         kv_tokens = compute.pool.num_blocks() * config.block_size,
         kv_bytes = compute.pool.len(),
