@@ -125,10 +125,13 @@ class Llama:
         model = lib.llama_model_load_from_file(path.encode(), lib.llama_model_default_params())
         assert model, f"llama.cpp does not load {path}"
         params = lib.llama_context_default_params()
-        # n_ctx, n_batch, n_ubatch, n_seq_max, n_threads, n_threads_batch: the first fields of every version so far.
-        assert list(params.words[:4]) == [512, 2048, 512, 1], f"unknown parameters {list(params.words[:6])}"
+        # n_ctx, n_batch, n_ubatch, n_seq_max: the first fields of every version so far. n_threads and n_threads_batch come
+        # somewhere behind, and are the only two that are 4 each unless set; a wrong number of them is several times slower.
+        first = list(params.words[:16])
+        pairs = [at for at in range(4, 15) if first[at : at + 2] == [4, 4]]
+        assert first[:4] == [512, 2048, 512, 1] and len(pairs) == 1, f"unknown parameters {first}"
         params.words[0], params.words[1], params.words[3] = context, 4096, sequences
-        params.words[4] = params.words[5] = threads
+        params.words[pairs[0]] = params.words[pairs[0] + 1] = threads
         self.context = lib.llama_init_from_model(model, params)
         assert self.context, "llama.cpp makes no context"
         self.memory = lib.llama_get_memory(self.context)
