@@ -51,7 +51,9 @@ pub async fn run(
         () = shutdown => {}
     }
     drop((listener, open));
-    tokio::task::spawn_blocking(move || lanes.into_iter().try_for_each(Lane::join)).await?
+    // Each to its end, whatever became of the others.
+    let ended = tokio::task::spawn_blocking(|| lanes.into_iter().map(Lane::join).collect::<Vec<_>>()).await?;
+    ended.into_iter().collect()
 }
 
 struct Lane {

@@ -181,14 +181,16 @@ pub fn unreachable(worker: &super::fleet::Worker, error: &SendError) -> Failure 
         SendError::Connect(_) => ("connect", Blame::Serve),
         SendError::Broken(_) => ("broken", Blame::Connection),
         SendError::Timeout(_) => ("timeout", Blame::Serve),
+        SendError::Local(_) => ("local", Blame::Request),
     };
     match error {
         SendError::Connect(reason) => worker.quarantine(reason),
         // A kept connection may have been closed by a worker that is well: a probe finds out, and one more try.
         SendError::Broken(_) | SendError::Timeout(_) => {
-            worker.standing().failed(Instant::now());
+            worker.standing().lost(Instant::now());
             worker.wake.notify_one();
         }
+        SendError::Local(_) => {}
     }
     let message = format!("worker {}: {error}", worker.name);
     let answer = ApiError::unavailable(message).into_response();

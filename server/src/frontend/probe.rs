@@ -79,6 +79,10 @@ async fn probe(front: &Front, worker: &Worker, timeouts: &mut u32) -> Reach {
             worker.hung.notify_waiters();
             Reach::Down(error.to_string())
         }
+        Err(error @ SendError::Local(_)) => {
+            tracing::warn!(worker = worker.name, %error, "workers cannot be asked");
+            worker.standing().reach().clone()
+        }
         Err(error) => Reach::Down(error.to_string()),
     }
 }

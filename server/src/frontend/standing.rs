@@ -11,6 +11,9 @@ pub const DEFAULT_BUSY: Duration = Duration::from_secs(1);
 /// A worker may not keep itself out for longer than this.
 const MAX_BUSY: Duration = Duration::from_secs(30);
 
+/// Connections that end within this time of each other are one failure: a process that dies takes all of its connections with it.
+const AT_ONCE: Duration = Duration::from_millis(200);
+
 /// When the circuit breaker opens and closes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BreakerConfig {
@@ -55,11 +58,14 @@ pub struct Standing {
     reach: Reach,
     breaker: Breaker,
     busy_until: Option<Instant>,
+    /// When a connection ended that was counted as a failure.
+    lost: Option<Instant>,
 }
 
 impl Standing {
     pub fn new(config: BreakerConfig) -> Self {
-        Self { config, reach: Reach::Unknown, breaker: Breaker::Closed { failures: 0 }, busy_until: None }
+        let breaker = Breaker::Closed { failures: 0 };
+        Self { config, reach: Reach::Unknown, breaker, busy_until: None, lost: None }
     }
 
     pub fn reach(&self) -> &Reach {
@@ -93,7 +99,21 @@ impl Standing {
     /// A request met a connection that was refused or broke: nobody else needs to.
     pub fn quarantine(&mut self, reason: String, now: Instant) {
         self.reach = Reach::Down(reason);
-        self.failed(now);
+        self.lost(now);
+    }
+
+    /// A connection ended before its time.
+    pub fn lost(&mut self, now: Instant) {
+        if self.lost.is_none_or(|lost| lost + AT_ONCE <= now) {
+            self.lost = Some(now);
+            self.failed(now);
+        }
+    }
+
+    /// Another process answers here: what the last one did says nothing of it.
+    pub fn reborn(&mut self) {
+        self.breaker = Breaker::Closed { failures: 0 };
+        self.busy_until = None;
     }
 
     /// The worker answered with an error of its own.
@@ -190,6 +210,28 @@ mod tests {
         assert!(standing.probed(Reach::Up));
         assert_eq!(label(&standing, now), "usable");
         assert!(!standing.probed(Reach::Up));
+    }
+
+    /// A worker that died under ten streams and was back at once got nothing for a minute.
+    #[test]
+    fn a_death_under_many_requests_was_many_failures() {
+        let (mut standing, now) = up();
+        (0..30).for_each(|i| standing.quarantine("connection reset".into(), now + i * S / 1000));
+        assert!(standing.probed(Reach::Up));
+        assert_eq!(label(&standing, now + S), "usable");
+        // One that keeps dying is still left alone.
+        (1..3).for_each(|i| standing.lost(now + i * S));
+        assert_eq!(label(&standing, now + 2 * S), "failing");
+    }
+
+    #[test]
+    fn another_process_is_not_blamed_for_the_last_one() {
+        let (mut standing, now) = up();
+        (0..3).for_each(|_| standing.failed(now));
+        standing.busy(Some(20 * S), now);
+        assert_eq!(label(&standing, now), "failing");
+        standing.reborn();
+        assert_eq!(label(&standing, now), "usable");
     }
 
     #[test]

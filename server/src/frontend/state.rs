@@ -271,6 +271,7 @@ impl Front {
         }
         if worker.life().is_none_or(|before| before.id != id) {
             tracing::info!(worker = worker.name, id = %id, "a worker's process was met for the first time");
+            worker.standing().reborn();
         }
         if let Some(before) = worker.live(life) {
             self.forget(before.id);

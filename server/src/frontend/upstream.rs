@@ -32,6 +32,9 @@ pub enum SendError {
     Broken(String),
     #[error("no answer within {0:?}")]
     Timeout(Duration),
+    /// This process has no file descriptors left: no worker is at fault.
+    #[error("this frontend cannot open a connection (ulimit -n): {0}")]
+    Local(String),
 }
 
 /// The client of all workers. Cheap to clone.
@@ -116,18 +119,21 @@ impl Upstream {
 }
 
 fn classify(error: hyper_util::client::legacy::Error) -> SendError {
-    let reason = innermost(&error);
-    match error.is_connect() {
-        true => SendError::Connect(reason),
-        false => SendError::Broken(reason),
+    let cause = innermost(&error);
+    let reason = cause.to_string();
+    let code = cause.downcast_ref::<std::io::Error>().and_then(std::io::Error::raw_os_error);
+    match code {
+        Some(libc::EMFILE | libc::ENFILE) => SendError::Local(reason),
+        _ if error.is_connect() => SendError::Connect(reason),
+        _ => SendError::Broken(reason),
     }
 }
 
 /// The cause of the cause: what the system said.
-fn innermost(error: &(dyn StdError + 'static)) -> String {
+fn innermost<'a>(error: &'a (dyn StdError + 'static)) -> &'a (dyn StdError + 'static) {
     let mut last = error;
     while let Some(source) = last.source() {
         last = source;
     }
-    last.to_string()
+    last
 }
