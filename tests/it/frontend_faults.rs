@@ -8,6 +8,8 @@ use tests::fake::{Behaviour, FakeWorker};
 use tests::fleet::{Fleet, header, idle, start_front, start_worker};
 use tests::wait::until;
 use tests::{Ask, Failure, prompts};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
 
 use crate::frontend::front_of;
 
@@ -35,6 +37,43 @@ async fn a_stream_that_breaks_ends_with_an_error_and_never_as_if_it_were_whole()
     assert_eq!(fake.received().len(), 2, "no other try once a byte was sent");
     idle(&front.client()).await;
     assert_eq!(front.client().metrics().await.value("kvferry_frontend_broken_streams_total"), 2.0);
+}
+
+/// Sends a request; what is there of the answer when its head is.
+async fn exchange(connection: &mut TcpStream, request: &str) -> String {
+    connection.write_all(request.as_bytes()).await.unwrap();
+    let mut answer = vec![0; 16 << 10];
+    let read =
+        tokio::time::timeout(SOON, connection.read(&mut answer)).await.expect("an answer in time").unwrap();
+    String::from_utf8_lossy(&answer[..read]).into_owned()
+}
+
+/// Each failed connection counted against a worker that was well, until its breaker kept it out for a minute.
+#[tokio::test]
+async fn our_own_lack_of_file_descriptors_was_blamed_on_workers() {
+    let fake = FakeWorker::start(Behaviour::Answer).await;
+    let (front, _dir) = front_of(&[&fake], "--worker-url {0} --router-mode round-robin").await;
+    front.health_is("ready").await;
+    // This connection is open before nothing more can be; on this thread of the frontend none to the worker is.
+    let mut connection = TcpStream::connect(("127.0.0.1", front.port())).await.unwrap();
+    let body = r#"{"model":"demo","prompt":"x","max_tokens":3}"#;
+    let post = format!(
+        "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{body}",
+        body.len()
+    );
+    exchange(&mut connection, "GET /live HTTP/1.1\r\nhost: x\r\n\r\n").await;
+    let before = front.limit_open_files(3);
+    for _ in 0..12 {
+        let answer = exchange(&mut connection, &post).await;
+        assert!(answer.starts_with("HTTP/1.1 503") && answer.contains("ulimit -n"), "{answer}");
+    }
+    front.limit_open_files(before);
+    let client = front.client();
+    client.is_ready().await;
+    client.answer(&ask(20)).await;
+    let metrics = client.metrics().await;
+    assert_eq!(metrics.value("kvferry_frontend_worker_failures_total"), 12.0);
+    assert_eq!(front.log().matches("quarantined").count(), 0);
 }
 
 #[tokio::test]

@@ -155,6 +155,20 @@ impl Worker {
         std::fs::read_dir(dir).expect("our child has a folder in /proc").count()
     }
 
+    /// It may have no more than this many open; returns how many it might before.
+    pub fn limit_open_files(&self, most: u64) -> u64 {
+        let pid = self.child.id() as libc::pid_t;
+        let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+        // SAFETY: the child has not been waited for, so the number is its own; the limits are ours for the time of the calls.
+        let set = unsafe {
+            libc::prlimit(pid, libc::RLIMIT_NOFILE, std::ptr::null(), &mut limit);
+            let lower = libc::rlimit { rlim_cur: most, ..limit };
+            libc::prlimit(pid, libc::RLIMIT_NOFILE, &lower, std::ptr::null_mut())
+        };
+        assert_eq!(set, 0, "{most} files of {}: {}", self.launch.name, std::io::Error::last_os_error());
+        limit.rlim_cur
+    }
+
     /// Bytes of memory it holds.
     pub fn resident(&self) -> u64 {
         let path = format!("/proc/{}/status", self.child.id());
