@@ -102,9 +102,7 @@ pub(crate) fn snapshot(id: &HubId, options: &HubOptions, weights: bool) -> Resul
 /// The snapshot in the cache, or what is missing there.
 fn cached(id: &HubId, cache: &Path, weights: bool) -> Result<PathBuf, String> {
     let folder = cache.join(format!("models--{}", id.repo.replace('/', "--")));
-    // A branch or tag is a file that holds a commit; a commit names its snapshot itself.
-    let named = std::fs::read_to_string(folder.join("refs").join(&id.revision));
-    let commit = named.map_or_else(|_| id.revision.clone(), |commit| commit.trim().to_owned());
+    let commit = commit_of(&folder, &id.revision);
     let dir = folder.join("snapshots").join(&commit);
     if !dir.is_dir() {
         return Err(format!("{} has no snapshot of {}", folder.display(), id.revision));
@@ -119,6 +117,19 @@ fn cached(id: &HubId, cache: &Path, weights: bool) -> Result<PathBuf, String> {
     }
 }
 
+/// A branch or tag is a file that holds a commit; a commit names its snapshot itself. A file that is empty is being written by
+/// another process, which started together with this one.
+fn commit_of(folder: &Path, revision: &str) -> String {
+    for _ in 0..200 {
+        match std::fs::read_to_string(folder.join("refs").join(revision)) {
+            Ok(commit) if commit.trim().is_empty() => std::thread::sleep(Duration::from_millis(10)),
+            Ok(commit) => return commit.trim().to_owned(),
+            Err(_) => break,
+        }
+    }
+    revision.to_owned()
+}
+
 /// The files that hold the weights of the snapshot in `dir`, whether they are there or not.
 pub(crate) fn weight_files(dir: &Path) -> Result<Vec<String>, String> {
     let index = dir.join(INDEX);
@@ -128,5 +139,27 @@ pub(crate) fn weight_files(dir: &Path) -> Result<Vec<String>, String> {
             Ok(files.into_keys().collect())
         }
         None => Ok(vec![SINGLE.to_owned()]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two workers that start together both write the name of the commit, and not in one go.
+    #[test]
+    fn a_ref_that_was_being_written_was_taken_for_a_commit() {
+        let folder = tempfile::tempdir().unwrap();
+        let refs = folder.path().join("refs");
+        std::fs::create_dir(&refs).unwrap();
+        std::fs::write(refs.join("main"), "").unwrap();
+        let path = refs.join("main");
+        let writer = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(50));
+            std::fs::write(path, "c0ffee\n").unwrap();
+        });
+        assert_eq!(commit_of(folder.path(), "main"), "c0ffee");
+        writer.join().unwrap();
+        assert_eq!(commit_of(folder.path(), "0123"), "0123");
     }
 }
