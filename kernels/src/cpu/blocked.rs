@@ -14,7 +14,7 @@ use super::context::{Context, Shape, row_words};
 use super::matmul::{Input, narrow};
 use super::packed::{COLUMNS, Precision, STEP};
 use super::soften::{Softmax, Weights};
-use super::tiles::{Piece, ROWS, Tiles, Words, floats};
+use super::tiles::{Ahead, Piece, ROWS, Tiles, Words, floats};
 use super::{Isa, dispatch, team};
 use crate::batch::SeqSpan;
 
@@ -239,6 +239,10 @@ impl Tile<'_> {
     ) {
         let pairs = self.context.shape.pairs;
         for panel in (0..keys).step_by(COLUMNS) {
+            let next = match panel + COLUMNS < keys {
+                true => self.context.keys(first + panel + COLUMNS),
+                false => self.context.values(0, first),
+            };
             let piece = Piece {
                 precision: Precision::Bf16,
                 depth: pairs,
@@ -248,7 +252,7 @@ impl Tile<'_> {
                 c: scores[panel..].as_mut_ptr().cast(),
                 c_row: SPAN,
                 add: false,
-                stream: false,
+                ahead: Ahead::Piece(next),
             };
             // SAFETY: passed on from the caller; whole panels of keys are packed, and the scores have room for them.
             unsafe { tiles.product(self.count(), &piece) };
@@ -269,6 +273,10 @@ impl Tile<'_> {
     ) {
         let shape = self.context.shape;
         for panel in 0..shape.value_panels {
+            let next = match panel + 1 < shape.value_panels {
+                true => self.context.values(panel + 1, first),
+                false => self.context.keys(first + SPAN),
+            };
             let piece = Piece {
                 precision: Precision::Bf16,
                 depth: keys / 2,
@@ -278,7 +286,7 @@ impl Tile<'_> {
                 c: output[panel * COLUMNS..].as_mut_ptr().cast(),
                 c_row: shape.value_panels * COLUMNS,
                 add: first > 0,
-                stream: false,
+                ahead: Ahead::Piece(next),
             };
             // SAFETY: passed on from the caller; the keys' pairs are packed, and the output has room for whole panels.
             unsafe { tiles.product(self.count(), &piece) };

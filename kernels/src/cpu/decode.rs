@@ -22,12 +22,12 @@ pub use wide::Wide;
 /// Keys of a split: a context of 512 gives two threads two tasks each.
 const SPLIT: usize = 128;
 
-/// Keys that all heads are computed for before the next ones are read.
-const STEP: usize = 16;
+/// How many keys ahead memory is asked: 32 KiB of Qwen3's.
+const AHEAD: usize = 16;
 
-/// The arithmetic of a part. All functions: the CPU has the kernel's instructions, and rows and queries are as long as a
+/// The arithmetic of a part, which reads `STEP` keys for all heads before the next ones. All functions: the CPU has the kernel's instructions, and rows and queries are as long as a
 /// head, which the kernel takes; keys of a split are numbered from its first.
-pub trait Kernel: Sync {
+pub trait Kernel<const STEP: usize>: Sync {
     type Query: Copy + Sync;
     type Kv: Element;
     /// A softmax weight.
@@ -35,7 +35,7 @@ pub trait Kernel: Sync {
     type Out: Element;
     const NONE: Self::Weight;
 
-    /// `scores[lane][first + i] = queries[lane] · rows[i]`.
+    /// `scores[lane][first + i] = queries[lane] · rows[i]`. Asks memory for `ahead` meanwhile.
     ///
     /// # Safety
     /// See the trait.
@@ -43,6 +43,7 @@ pub trait Kernel: Sync {
         &self,
         queries: &[&[Self::Query]],
         rows: &[&[Self::Kv]; STEP],
+        ahead: &[*const Self::Kv; STEP],
         first: usize,
         scores: &mut [[f32; SPLIT]],
     );
@@ -60,13 +61,14 @@ pub trait Kernel: Sync {
     ) -> (f32, f32);
 
     /// Adds the values of `keys` keys from `first`, weighted, to each lane's outputs, which follow a maximum and a sum in
-    /// `to`. Later rows repeat a key; a weight there is none.
+    /// `to`. Later rows repeat a key; a weight there is none. Asks memory for `ahead` meanwhile.
     ///
     /// # Safety
     /// See the trait.
     unsafe fn add_values(
         &self,
         rows: &[&[Self::Kv]; STEP],
+        ahead: &[*const Self::Kv; STEP],
         keys: usize,
         first: usize,
         weights: &[[Self::Weight; SPLIT]],
@@ -78,7 +80,7 @@ pub trait Kernel: Sync {
 ///
 /// # Safety
 /// As [`Attention::run`], which checked the lengths; the CPU and the pool are the kernel's. `out` is as long as `q`.
-pub unsafe fn attend<K: Kernel>(
+pub unsafe fn attend<K: Kernel<STEP>, const STEP: usize>(
     kernel: &K,
     task: &Attention<'_>,
     q: &[K::Query],
@@ -167,71 +169,102 @@ impl Part<'_> {
     ///
     /// # Safety
     /// As [`attend`].
-    unsafe fn attend<K: Kernel>(&self, kernel: &K, task: &Attention<'_>, q: &[K::Query], to: &mut [f32]) {
+    unsafe fn attend<K: Kernel<STEP>, const STEP: usize>(
+        &self,
+        kernel: &K,
+        task: &Attention<'_>,
+        q: &[K::Query],
+        to: &mut [f32],
+    ) {
         let (count, dim, width) = (self.lanes(task), task.head_dim(), task.head_dim() + 2);
         let (keys, group) = (SPLIT.min(self.seq.context_len - self.first), self.seq.q_len * task.group());
+        let start: [*const K::Kv; AHEAD] = self.rows(task, Half::Key, keys, 0);
+        start.iter().for_each(|row| fetch(*row, task.kv_heads() * dim));
         to.fill(0.0);
         let queries: Vec<&[K::Query]> = (0..count).map(|lane| &q[self.at(task, lane)..][..dim]).collect();
         let mut scores = vec![[0f32; SPLIT]; count];
         let mut weights = vec![[K::NONE; SPLIT]; count];
         let of_head = |head: usize| head * group..(head + 1) * group;
         // SAFETY: passed on from the caller, and rows are heads of the pool.
-        self.each_step::<K::Kv>(task, Half::Key, keys, |head, first, rows| unsafe {
-            kernel.score(&queries[of_head(head)], rows, first, &mut scores[of_head(head)]);
-        });
+        self.each_step::<K::Kv, STEP>(
+            task,
+            Half::Key,
+            keys,
+            Some(Half::Value),
+            |head, first, rows, ahead| unsafe {
+                kernel.score(&queries[of_head(head)], rows, ahead, first, &mut scores[of_head(head)]);
+            },
+        );
         let scale = std::f32::consts::LOG2_E / (dim as f32).sqrt();
         for (lane, (scores, weights)) in scores.iter_mut().zip(&mut weights).enumerate() {
             // SAFETY: passed on from the caller.
             let stats = unsafe { kernel.soften(scores, self.visible(task, lane), scale, weights) };
             (to[lane * width], to[lane * width + 1]) = stats;
         }
-        self.each_step::<K::Kv>(task, Half::Value, keys, |head, first, rows| {
+        self.each_step::<K::Kv, STEP>(task, Half::Value, keys, None, |head, first, rows, ahead| {
             let (of_head, of_step) = (of_head(head), STEP.min(keys - first));
             let to = &mut to[of_head.start * width..of_head.end * width];
             // SAFETY: as above.
-            unsafe { kernel.add_values(rows, of_step, first, &weights[of_head], to) };
+            unsafe { kernel.add_values(rows, ahead, of_step, first, &weights[of_head], to) };
         });
     }
 
-    /// Calls `each(kv_head, first key, rows of that head)` in the order of memory, and asks for a step's rows while the one
-    /// before it is computed. Steps beyond the last key repeat it.
-    fn each_step<E: Element>(
+    /// Calls `each(kv_head, first key, rows of that head, as much that comes later)` in the order of memory. After the last
+    /// key come those of `after`. Steps beyond the last key repeat it.
+    fn each_step<E: Element, const STEP: usize>(
         &self,
         task: &Attention<'_>,
         half: Half,
         keys: usize,
-        mut each: impl FnMut(usize, usize, &[&[E]; STEP]),
+        after: Option<Half>,
+        mut each: impl FnMut(usize, usize, &[&[E]; STEP], &[*const E; STEP]),
     ) {
-        let rows = |first: usize| -> [*const E; STEP] {
-            std::array::from_fn(|i| {
-                let key = self.first + (first + i).min(keys - 1);
-                task.token(self.seq.table_start, key, half, 0)
-            })
-        };
-        let dim = task.head_dim();
-        let mut next = rows(0);
+        let (dim, heads) = (task.head_dim(), task.kv_heads());
         for first in (0..keys).step_by(STEP) {
-            let now = std::mem::replace(&mut next, rows(first + STEP));
-            for head in 0..task.kv_heads() {
-                if first + STEP < keys {
-                    next.iter().for_each(|row| fetch(row.wrapping_add(head * dim), dim));
-                }
+            let now: [*const E; STEP] = self.rows(task, half, keys, first);
+            let later = match (first + AHEAD, after) {
+                (key, _) if key < keys => self.rows(task, half, keys, key),
+                (key, Some(half)) => self.rows(task, half, keys, key - keys),
+                (_, None) => now,
+            };
+            // Token by token, as they lie in memory: what is read head by head is no stream that the CPU would see.
+            let (mut token, mut part) = (0, 0);
+            for head in 0..heads {
                 // SAFETY: a head of a token of the pool, whose type the caller vouched for; nobody writes it meanwhile.
                 let of_head = now.map(|row| unsafe { std::slice::from_raw_parts(row.add(head * dim), dim) });
-                each(head, first, &of_head);
+                let ahead = std::array::from_fn(|_| {
+                    let at = later[token].wrapping_add(part * dim);
+                    (token, part) = if part + 1 == heads { (token + 1, 0) } else { (token, part + 1) };
+                    at
+                });
+                each(head, first, &of_head, &ahead);
             }
         }
     }
+
+    /// All heads of the keys (or values) from `first` on; the last's for those beyond it.
+    fn rows<E: Element, const N: usize>(
+        &self,
+        task: &Attention<'_>,
+        half: Half,
+        keys: usize,
+        first: usize,
+    ) -> [*const E; N] {
+        std::array::from_fn(|i| {
+            let key = self.first + (first + i).min(keys - 1);
+            task.token(self.seq.table_start, key, half, 0)
+        })
+    }
 }
 
-/// Asks for `len` elements to be brought into the cache.
+/// Asks for `len` elements to be brought into L2.
 #[inline]
 fn fetch<E>(from: *const E, len: usize) {
     #[cfg(target_arch = "x86_64")]
     for byte in (0..len * size_of::<E>()).step_by(64) {
         use std::arch::x86_64::*;
         // SAFETY: a prefetch is no access.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(from.cast::<i8>().wrapping_add(byte)) };
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(from.cast::<i8>().wrapping_add(byte)) };
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = (from, len);

@@ -14,7 +14,7 @@ use half::bf16;
 use super::attention::{Output, Rows};
 use super::finish::{Finish, Linear, SiluMul};
 use super::packed::{COLUMNS, Packed, Precision};
-use super::tiles::{Piece, ROWS, Tiles, Words, floats};
+use super::tiles::{Ahead, Piece, ROWS, Tiles, Words, floats};
 use super::{Element, Isa, dispatch, int8, team};
 
 /// Up to this many rows the weight's bandwidth counts, not arithmetic: it is then read in memory order.
@@ -176,7 +176,8 @@ struct Part {
     rows: Range<usize>,
     panels: Range<usize>,
     words: Range<usize>,
-    stream: bool,
+    /// Weights are read in the order of memory.
+    in_order: bool,
 }
 
 impl<F: Finish> Product<'_, F> {
@@ -186,6 +187,7 @@ impl<F: Finish> Product<'_, F> {
         let whole = match self.isa {
             Isa::AmxBf16 => true,
             Isa::Avx512Bf16 => m <= ROWS,
+            Isa::Avx512 => m == 1 || m == 4,
             _ => m == 1,
         };
         let step = if whole { depth } else { FEW_WORDS };
@@ -196,7 +198,11 @@ impl<F: Finish> Product<'_, F> {
                 let sums = &mut sums[(panel - range.start) * m * COLUMNS..];
                 for word in (0..depth).step_by(step) {
                     let words = word..depth.min(word + step);
-                    self.sum(tiles, Part { rows: 0..m, panels: panel..panel + 1, words, stream: true }, sums);
+                    self.sum(
+                        tiles,
+                        Part { rows: 0..m, panels: panel..panel + 1, words, in_order: true },
+                        sums,
+                    );
                 }
             }
             self.finish(0..m, range, sums);
@@ -214,7 +220,7 @@ impl<F: Finish> Product<'_, F> {
                 let words = word..depth.min(word + step);
                 self.sum(
                     tiles,
-                    Part { rows: rows.clone(), panels: range.clone(), words, stream: false },
+                    Part { rows: rows.clone(), panels: range.clone(), words, in_order: false },
                     sums,
                 );
             }
@@ -236,11 +242,17 @@ impl<F: Finish> Product<'_, F> {
 
     /// Adds the part to `sums`, `[panels][rows][COLUMNS]`; the first words start them.
     fn sum(&self, tiles: &mut Tiles, part: Part, sums: &mut [f32]) {
-        let Part { rows, panels, words, stream } = part;
+        let Part { rows, panels, words, in_order } = part;
         let size = rows.len() * COLUMNS;
+        let (first, last) = (panels.start, panels.end - 1);
         for (panel, sums) in panels.zip(sums.chunks_exact_mut(size)) {
-            let first = (panel * self.w.depth() + words.start) * COLUMNS;
-            let b = self.w.words()[first..first + words.len() * COLUMNS].as_ptr();
+            let at = |panel: usize, word: usize| (panel * self.w.depth() + word) * COLUMNS;
+            let b = self.w.words()[at(panel, words.start)..at(panel, words.end)].as_ptr();
+            let next = match panel < last {
+                true => at(panel + 1, words.start),
+                false => at(first, words.end),
+            };
+            let next = self.w.words().as_ptr().wrapping_add(next);
             let piece = Piece {
                 precision: self.w.precision(),
                 depth: words.len(),
@@ -250,7 +262,7 @@ impl<F: Finish> Product<'_, F> {
                 c: sums.as_mut_ptr().cast(),
                 c_row: COLUMNS,
                 add: words.start > 0,
-                stream,
+                ahead: if in_order { Ahead::Onward } else { Ahead::Piece(next) },
             };
             // SAFETY: rows and words are inside the activations, the panel's words inside the weight (checked above), and
             // the sums have a row for each.
@@ -278,8 +290,9 @@ fn block(isa: Isa, m: usize) -> (usize, usize) {
     let (rows, tile, pairs) = match isa {
         // A piece of a block is 384 KiB and its sums as much, in 2 MiB of L2; the piece of a panel is 64 KiB.
         Isa::AmxBf16 => (384, 32, 256),
-        // 192 rows x 1 KiB of f32 are 192 KiB and their sums as much, in 512 KiB of L2.
-        Isa::Portable | Isa::Avx2 | Isa::Avx512 => (192, ROWS, 128),
+        // 192 rows x 1 KiB of f32 are 192 KiB and their sums as much, in 512 KiB of L2; CPUs with AVX-512 have 1 or 2 MiB.
+        Isa::Portable | Isa::Avx2 => (192, ROWS, 128),
+        Isa::Avx512 => (384, ROWS, 128),
         // 192 rows x 2 KiB of bf16 are 384 KiB, beside a piece of a panel (128 KiB).
         _ => (192, ROWS, 512),
     };

@@ -1,6 +1,6 @@
 //! Rows times one panel of a packed matrix, on any instruction set: what products and attention are made of.
 
-use super::packed::Precision;
+use super::packed::{COLUMNS, Precision};
 use super::{Isa, int8, widen};
 #[cfg(target_arch = "x86_64")]
 use super::{amx, dp};
@@ -22,15 +22,23 @@ pub struct Piece {
     /// bf16 where [`Isa::computes_bf16`], else two of f32.
     pub a: *const u32,
     pub a_row: usize,
-    /// [`super::packed::COLUMNS`] words for each one of a column.
+    /// [`COLUMNS`] words for each one of a column.
     pub b: *const u32,
     /// As many sums for each row, `c_row` apart: f32, or i32 for int8.
     pub c: *mut u32,
     pub c_row: usize,
     /// Start from what `c` holds.
     pub add: bool,
-    /// `b` comes from memory, so it is worth asking for it ahead.
-    pub stream: bool,
+    pub ahead: Ahead,
+}
+
+/// What is worth asking memory for while a piece is computed with.
+#[derive(Clone, Copy, Debug)]
+pub enum Ahead {
+    /// The words of a panel come from memory, and those that follow it are the next.
+    Onward,
+    /// As many words from here on are the next.
+    Piece(*const u32),
 }
 
 /// What a thread computes with during one task.
@@ -59,7 +67,8 @@ impl Tiles {
     pub unsafe fn product(&mut self, rows: usize, piece: &Piece) {
         #[cfg(target_arch = "x86_64")]
         if let Some(session) = &mut self.amx {
-            let Piece { precision, depth, a, a_row, b, c, c_row, add, stream } = *piece;
+            let Piece { precision, depth, a, a_row, b, c, c_row, add, ahead } = *piece;
+            let stream = matches!(ahead, Ahead::Onward);
             let steps = depth / amx::STEP;
             // SAFETY: passed on from the caller.
             return unsafe {
@@ -67,19 +76,26 @@ impl Tiles {
             };
         }
         if piece.precision == Precision::Bf16 && rows >= WIDENED_ROWS {
-            let Piece { depth: pairs, a, a_row, b, c, c_row, add, .. } = *piece;
+            let Piece { depth: pairs, a, a_row, b, c, c_row, add, ahead, .. } = *piece;
             let tile = widen::Tile { pairs, a: a.cast(), a_row, b, c: c.cast(), c_row, add, ahead: None };
+            let next = match ahead {
+                Ahead::Onward => b.wrapping_add(pairs * COLUMNS),
+                Ahead::Piece(next) => next,
+            };
             match self.isa {
                 // SAFETY: passed on from the caller, who also vouched for the CPU.
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx512 => return unsafe { widen::avx512::block(&tile, rows) },
+                Isa::Avx512 => return unsafe { widen::avx512::block(&tile, rows, next) },
                 // SAFETY: as above.
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx2 => return unsafe { widen::avx2::block(&tile, rows) },
+                Isa::Avx2 => return unsafe { widen::avx2::block(&tile, rows, next) },
                 _ => {}
             }
         }
-        let tiles = rows.div_ceil(ROWS);
+        let tiles = rows.div_ceil(match (self.isa, piece.precision) {
+            (Isa::Avx512, Precision::Bf16) => widen::FEW_ROWS,
+            _ => ROWS,
+        });
         let size = rows.div_ceil(tiles.max(1));
         for tile in 0..tiles {
             let first = tile * size;
@@ -95,7 +111,7 @@ impl Tiles {
     unsafe fn tile(&self, rows: usize, first: usize, piece: &Piece, share: (usize, usize)) {
         let Piece { depth: pairs, a_row, b, c_row, add, .. } = *piece;
         // What comes from memory is asked for ahead; each tile asks for its share, here of every pair's four cache lines.
-        let ahead = piece.stream.then_some(share);
+        let ahead = matches!(piece.ahead, Ahead::Onward).then_some(share);
         let lines = ahead.map_or((0, 0), |(tile, tiles)| (4 * tile / tiles, 4 * (tile + 1) / tiles));
         // SAFETY: passed on from the caller, who also vouched for the CPU.
         unsafe {

@@ -1,12 +1,16 @@
 //! The register tiles for CPUs without bf16 products: weights are widened to f32, activations stay f32.
 //!
 //! Few rows widen in registers, so that a weight is read once, in order. Many rows share what was widened: a strip of the
-//! panel, as wide as two registers, stays in L1 while all rows are multiplied with it.
+//! panel, as wide as the sums of a tile, stays in L1 (or near it) while all rows are multiplied with it.
 
 use super::packed::COLUMNS;
 
 /// Rows of the largest tile: with two registers for each, twelve sums hide the latency of the arithmetic.
 pub const ROWS: usize = 6;
+
+/// Rows of the largest tile with AVX-512 when rows are few: sixteen sums and the widened weights fit its registers, and
+/// what widening costs is shared by more rows.
+pub const FEW_ROWS: usize = 8;
 
 /// Operands of one tile: `c[i, j] (+)= sum over p of a[i, 2p] b[p, j].low + a[i, 2p + 1] b[p, j].high`.
 #[derive(Clone, Copy)]
@@ -91,9 +95,10 @@ mod x86 {
 
     use super::super::packed::COLUMNS;
     use super::super::tiles::{Words, floats};
-    use super::{ROWS, Tile};
+    use super::{FEW_ROWS, ROWS, Tile};
 
-    /// Pairs that are widened at a time: a strip of 256 inputs by two registers is 16 KiB with AVX2, half of L1, all are 64 KiB.
+    /// Pairs that are widened at a time: a strip of 256 inputs by two registers is 16 KiB with AVX2, half of L1; a whole panel,
+    /// with AVX-512, 64 KiB.
     const STRIP_PAIRS: usize = 128;
     /// Words between what is used and what is fetched ahead: see [`super::super::dp::PREFETCH`].
     const PREFETCH: usize = super::super::dp::PREFETCH;
@@ -101,7 +106,7 @@ mod x86 {
     /// The tiles for registers of `$lanes` floats.
     macro_rules! tiles {
         (
-            $(#[$meta:meta])* $name:ident, $features:literal, $lanes:literal, $float:ty, $int:ty,
+            $(#[$meta:meta])* $name:ident, $features:literal, $lanes:literal, $registers:literal, $float:ty, $int:ty,
             $zero:ident, $load:ident, $store:ident, $set:ident, $fmadd:ident,
             $load_words:ident, $set_words:ident, $shift:ident, $and:ident, $as_floats:ident
         ) => {
@@ -109,11 +114,11 @@ mod x86 {
             pub mod $name {
                 use super::*;
 
-                /// Columns of a strip: two registers.
-                const STRIP: usize = 2 * $lanes;
+                /// Columns of a strip.
+                const STRIP: usize = $registers * $lanes;
 
                 impl Tile {
-                    /// Computes `rows` (1 to [`ROWS`]) rows, widening in registers.
+                    /// Computes `rows` (1 to [`FEW_ROWS`] with AVX-512, else to [`ROWS`]) rows, widening in registers.
                     ///
                     /// # Safety
                     /// The CPU has the instruction set, and all of `a`, `b` and `c` that the fields name may be accessed.
@@ -125,33 +130,39 @@ mod x86 {
                                 1 => words::<1, { COLUMNS / $lanes }>(self),
                                 2 => words::<2, 4>(self),
                                 3 => words::<3, 4>(self),
-                                4 => words::<4, 2>(self),
+                                4 => words::<4, $registers>(self),
                                 5 => words::<5, 2>(self),
-                                _ => words::<ROWS, 2>(self),
+                                6 => words::<6, 2>(self),
+                                7 => words::<7, 2>(self),
+                                _ => words::<FEW_ROWS, 2>(self),
                             }
                         }
                     }
                 }
 
-                /// Computes any number of rows, which share the widened weights.
+                /// Computes any number of rows, which share the widened weights, and asks meanwhile for as many words from
+                /// `next` on.
                 ///
                 /// # Safety
                 /// As [`Tile`]'s function of this name, for `rows` rows.
                 #[target_feature(enable = $features)]
-                pub unsafe fn block(t: &Tile, rows: usize) {
+                pub unsafe fn block(t: &Tile, rows: usize, next: *const u32) {
                     thread_local!(static STRIPS: RefCell<Words> = RefCell::default());
                     STRIPS.with_borrow_mut(|strips| {
                         let strips = floats(strips.get(2 * STRIP_PAIRS * COLUMNS));
                         for first in (0..t.pairs).step_by(STRIP_PAIRS) {
                             let pairs = STRIP_PAIRS.min(t.pairs - first);
                             let Tile { a_row, c_row, .. } = *t;
+                            let tiles = rows.div_ceil(ROWS);
+                            let lines = (pairs * COLUMNS / 16).div_ceil(tiles * (COLUMNS / STRIP));
                             // SAFETY: the strips have room for these pairs; the rest is passed on from the caller.
                             unsafe {
                                 widen(t.b.add(first * COLUMNS), pairs, strips);
                                 for (index, strip) in strips.chunks_exact(2 * STRIP_PAIRS * STRIP).enumerate() {
                                     let (a, b, c) = (t.a.add(2 * first), strip.as_ptr(), t.c.add(index * STRIP));
                                     let add = t.add || first > 0;
-                                    Strip { inputs: 2 * pairs, a, a_row, b, c, c_row, add }.rows(rows);
+                                    let next = next.wrapping_add(first * COLUMNS + index * tiles * lines * 16);
+                                    Strip { inputs: 2 * pairs, a, a_row, b, c, c_row, add, next, lines }.rows(rows);
                                 }
                             }
                         }
@@ -277,6 +288,9 @@ mod x86 {
                     c: *mut f32,
                     c_row: usize,
                     add: bool,
+                    /// Each tile asks for this many lines from here on.
+                    next: *const u32,
+                    lines: usize,
                 }
 
                 impl Strip {
@@ -284,9 +298,12 @@ mod x86 {
                     /// The CPU has the instruction set, and all of `a`, `b` and `c` that the fields name may be accessed.
                     #[target_feature(enable = $features)]
                     unsafe fn rows(&self, rows: usize) {
-                        for first in (0..rows).step_by(ROWS) {
-                            // SAFETY: passed on from the caller; the tile's rows are below `rows`.
+                        for (index, first) in (0..rows).step_by(ROWS).enumerate() {
+                            // SAFETY: passed on from the caller; the tile's rows are below `rows`. A prefetch is no access.
                             unsafe {
+                                for line in index * self.lines..(index + 1) * self.lines {
+                                    _mm_prefetch::<_MM_HINT_T1>(self.next.wrapping_add(16 * line).cast());
+                                }
                                 match rows - first {
                                     1 => self.tile::<1>(first),
                                     2 => self.tile::<2>(first),
@@ -303,32 +320,35 @@ mod x86 {
                     /// As [`Self::rows`], for `R` rows from `first`.
                     #[target_feature(enable = $features)]
                     unsafe fn tile<const R: usize>(&self, first: usize) {
+                        const V: usize = $registers;
                         let Strip { inputs, a_row, c_row, add, .. } = *self;
                         // SAFETY: passed on from the caller.
                         unsafe {
                             let (mut a, mut b, c) = (self.a.add(first * a_row), self.b, self.c.add(first * c_row));
-                            let mut sums = [[$zero(); 2]; R];
+                            let mut sums = [[$zero(); V]; R];
                             if add {
                                 for (i, row) in sums.iter_mut().enumerate() {
-                                    *row = [$load(c.add(i * c_row)), $load(c.add(i * c_row + $lanes))];
+                                    *row = std::array::from_fn(|j| $load(c.add(i * c_row + j * $lanes)));
                                 }
                             }
                             for _ in 0..inputs / 2 {
                                 for input in 0..2 {
                                     let at = b.add(input * STRIP);
-                                    let weights = [$load(at), $load(at.add($lanes))];
+                                    let weights: [$float; V] = std::array::from_fn(|j| $load(at.add(j * $lanes)));
                                     for (i, row) in sums.iter_mut().enumerate() {
                                         let x = $set(*a.add(i * a_row + input));
-                                        row[0] = $fmadd(x, weights[0], row[0]);
-                                        row[1] = $fmadd(x, weights[1], row[1]);
+                                        for (sum, weight) in row.iter_mut().zip(weights) {
+                                            *sum = $fmadd(x, weight, *sum);
+                                        }
                                     }
                                 }
                                 a = a.wrapping_add(2);
                                 b = b.wrapping_add(2 * STRIP);
                             }
                             for (i, row) in sums.iter().enumerate() {
-                                $store(c.add(i * c_row), row[0]);
-                                $store(c.add(i * c_row + $lanes), row[1]);
+                                for (j, sum) in row.iter().enumerate() {
+                                    $store(c.add(i * c_row + j * $lanes), *sum);
+                                }
                             }
                         }
                     }
@@ -339,13 +359,13 @@ mod x86 {
 
     tiles!(
         /// Registers of eight floats.
-        avx2, "avx2,fma", 8, __m256, __m256i,
+        avx2, "avx2,fma", 8, 2, __m256, __m256i,
         _mm256_setzero_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_set1_ps, _mm256_fmadd_ps,
         _mm256_loadu_si256, _mm256_set1_epi32, _mm256_slli_epi32, _mm256_and_si256, _mm256_castsi256_ps
     );
     tiles!(
         /// Registers of sixteen floats.
-        avx512, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma", 16, __m512, __m512i,
+        avx512, "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma", 16, 4, __m512, __m512i,
         _mm512_setzero_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_set1_ps, _mm512_fmadd_ps,
         _mm512_loadu_si512, _mm512_set1_epi32, _mm512_slli_epi32, _mm512_and_si512, _mm512_castsi512_ps
     );

@@ -7,12 +7,15 @@ use half::bf16;
 use super::super::dp::{broadcast, load, pairs_of};
 use super::super::exp::exp2;
 use super::super::simd::{transpose, zip};
-use super::{Kernel, SPLIT, STEP};
+use super::{Kernel, SPLIT, fetch};
+
+/// Keys whose scores fill a register.
+const STEP: usize = 16;
 
 /// bf16 queries, KV, weights and outputs; sums are f32. For heads that [`super::Attention::has_bf16_kernel`].
 pub struct Bf16;
 
-impl Kernel for Bf16 {
+impl Kernel<STEP> for Bf16 {
     type Query = bf16;
     type Kv = bf16;
     type Weight = bf16;
@@ -23,12 +26,15 @@ impl Kernel for Bf16 {
         &self,
         queries: &[&[bf16]],
         rows: &[&[bf16]; STEP],
+        ahead: &[*const bf16; STEP],
         first: usize,
         scores: &mut [[f32; SPLIT]],
     ) {
+        let mut ahead = &ahead[..];
         for (query, scores) in queries.iter().zip(scores) {
             // SAFETY: passed on from the caller, who checked the CPU.
-            unsafe { score(query, rows, &mut scores[first..first + STEP]) };
+            unsafe { score(query, rows, ahead, &mut scores[first..first + STEP]) };
+            ahead = &[];
         }
     }
 
@@ -47,6 +53,7 @@ impl Kernel for Bf16 {
     unsafe fn add_values(
         &self,
         rows: &[&[bf16]; STEP],
+        ahead: &[*const bf16; STEP],
         keys: usize,
         first: usize,
         weights: &[[bf16; SPLIT]],
@@ -55,6 +62,7 @@ impl Kernel for Bf16 {
         let (dim, width) = (rows[0].len(), rows[0].len() + 2);
         // An odd last key is paired with itself; its second weight is zero.
         let pairs = keys.div_ceil(2);
+        ahead.iter().for_each(|row| fetch(*row, dim));
         let rows = rows.map(|row| row.as_ptr().cast::<u32>());
         for (weights, to) in weights.chunks(2).zip(to.chunks_mut(2 * width)) {
             let mut at = 0;
@@ -79,9 +87,10 @@ impl Kernel for Bf16 {
 /// # Safety
 /// The CPU has AVX512-BF16; the query and all rows have as many elements, a multiple of 32.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-unsafe fn score(query: &[bf16], rows: &[&[bf16]; STEP], scores: &mut [f32]) {
+unsafe fn score(query: &[bf16], rows: &[&[bf16]; STEP], ahead: &[*const bf16], scores: &mut [f32]) {
     let mut sums = [_mm512_setzero_ps(); STEP];
     for i in (0..query.len()).step_by(32) {
+        ahead.iter().for_each(|row| fetch(row.wrapping_add(i), 32));
         // SAFETY: sixteen pairs of a head, whose size is a multiple of 32.
         unsafe {
             let part = load(query.as_ptr().add(i).cast());

@@ -4,7 +4,10 @@ use std::marker::PhantomData;
 
 use super::super::soften::{largest, soften};
 use super::super::{Element, Isa, dot};
-use super::{Kernel, SPLIT, STEP};
+use super::{Kernel, SPLIT};
+
+/// Few enough keys that what is read head by head still looks like a stream to the CPU, which then reads ahead by itself.
+const STEP: usize = 4;
 
 /// f32 queries, weights and sums; `E` is the KV's type, `O` the output's.
 pub struct Wide<E, O> {
@@ -19,7 +22,7 @@ impl<E, O> Wide<E, O> {
     }
 }
 
-impl<E: Registers, O: Element> Kernel for Wide<E, O> {
+impl<E: Registers, O: Element> Kernel<STEP> for Wide<E, O> {
     type Query = f32;
     type Kv = E;
     type Weight = f32;
@@ -30,6 +33,7 @@ impl<E: Registers, O: Element> Kernel for Wide<E, O> {
         &self,
         queries: &[&[f32]],
         rows: &[&[E]; STEP],
+        ahead: &[*const E; STEP],
         first: usize,
         scores: &mut [[f32; SPLIT]],
     ) {
@@ -38,9 +42,9 @@ impl<E: Registers, O: Element> Kernel for Wide<E, O> {
             match self.isa {
                 Isa::Portable => {}
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx2 => return x86::avx2::score(queries, rows, first, scores),
+                Isa::Avx2 => return x86::avx2::score(queries, rows, ahead, first, scores),
                 #[cfg(target_arch = "x86_64")]
-                _ => return x86::avx512::score(queries, rows, first, scores),
+                _ => return x86::avx512::score(queries, rows, ahead, first, scores),
                 #[cfg(not(target_arch = "x86_64"))]
                 _ => {}
             }
@@ -71,6 +75,7 @@ impl<E: Registers, O: Element> Kernel for Wide<E, O> {
     unsafe fn add_values(
         &self,
         rows: &[&[E]; STEP],
+        ahead: &[*const E; STEP],
         keys: usize,
         first: usize,
         weights: &[[f32; SPLIT]],
@@ -82,9 +87,9 @@ impl<E: Registers, O: Element> Kernel for Wide<E, O> {
             match self.isa {
                 Isa::Portable => {}
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx2 => return x86::avx2::add_values(rows, first, weights, to),
+                Isa::Avx2 => return x86::avx2::add_values(rows, ahead, first, weights, to),
                 #[cfg(target_arch = "x86_64")]
-                _ => return x86::avx512::add_values(rows, first, weights, to),
+                _ => return x86::avx512::add_values(rows, ahead, first, weights, to),
                 #[cfg(not(target_arch = "x86_64"))]
                 _ => {}
             }
@@ -114,7 +119,8 @@ mod x86 {
     use half::bf16;
 
     use super::super::super::Element;
-    use super::super::{SPLIT, STEP};
+    use super::super::{SPLIT, fetch};
+    use super::STEP;
 
     /// Elements that fill a register when they are widened.
     pub trait Registers: Element {
@@ -158,19 +164,37 @@ mod x86 {
         }
     }
 
+    /// The sum of each register's eight floats.
     #[inline]
     #[target_feature(enable = "avx2,fma")]
-    fn sum_of_eight(x: __m256) -> f32 {
-        let four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
-        let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-        _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps::<1>(two, two)))
+    fn sums_of_eight([a, b, c, d]: [__m256; 4]) -> [f32; 4] {
+        let halves = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+        let sums = _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps::<1>(halves));
+        let mut out = [0f32; 4];
+        // SAFETY: four floats.
+        unsafe { _mm_storeu_ps(out.as_mut_ptr(), sums) };
+        out
+    }
+
+    /// The sum of each register's sixteen floats.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+    fn sums_of_sixteen([a, b, c, d]: [__m512; 4]) -> [f32; 4] {
+        let (a, b) = (eight_of(a), eight_of(b));
+        sums_of_eight([a, b, eight_of(c), eight_of(d)])
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+    fn eight_of(x: __m512) -> __m256 {
+        _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps::<1>(x))
     }
 
     /// Both steps for registers of `$lanes` floats; rows are widened once for two lanes.
     macro_rules! steps {
         (
             $name:ident, $features:literal, $lanes:literal, $widen:ident, $float:ty,
-            $zero:ident, $load:ident, $store:ident, $set:ident, $fmadd:ident, $sum:ident
+            $zero:ident, $load:ident, $store:ident, $set:ident, $fmadd:ident, $sums:ident
         ) => {
             pub mod $name {
                 use super::*;
@@ -181,43 +205,61 @@ mod x86 {
                 pub unsafe fn score<E: Registers>(
                     queries: &[&[f32]],
                     rows: &[&[E]; STEP],
+                    ahead: &[*const E; STEP],
                     first: usize,
                     scores: &mut [[f32; SPLIT]],
                 ) {
+                    ahead.iter().for_each(|row| fetch(*row, rows[0].len()));
                     for (queries, scores) in queries.chunks(2).zip(scores.chunks_mut(2)) {
-                        for (key, row) in (first..first + STEP).zip(rows) {
-                            // SAFETY: passed on from the caller.
-                            unsafe {
-                                match (queries, &mut *scores) {
-                                    ([a, b], [to_a, to_b]) => [to_a[key], to_b[key]] = dots([a, b], row),
-                                    ([a], [to, ..]) => [to[key]] = dots([a], row),
-                                    _ => {}
+                        let keys = first..first + STEP;
+                        // SAFETY: passed on from the caller.
+                        unsafe {
+                            match (queries, scores) {
+                                ([a, b], [to_a, to_b]) => {
+                                    let [a, b] = dots([a, b], rows);
+                                    to_a[keys.clone()].copy_from_slice(&a);
+                                    to_b[keys].copy_from_slice(&b);
                                 }
+                                ([a], [to, ..]) => to[keys].copy_from_slice(&dots([a], rows)[0]),
+                                _ => {}
                             }
                         }
                     }
                 }
 
+                /// All rows at once: their sums wait for each other less.
+                ///
                 /// # Safety
                 /// As [`score`].
                 #[inline]
                 #[target_feature(enable = $features)]
-                unsafe fn dots<E: Registers, const L: usize>(queries: [&[f32]; L], row: &[E]) -> [f32; L] {
-                    let whole = row.len() / $lanes * $lanes;
-                    let mut sums = [$zero(); L];
+                unsafe fn dots<E: Registers, const L: usize>(
+                    queries: [&[f32]; L],
+                    rows: &[&[E]; STEP],
+                ) -> [[f32; STEP]; L] {
+                    let dim = rows[0].len();
+                    let whole = dim / $lanes * $lanes;
+                    let mut sums = [[$zero(); STEP]; L];
                     for i in (0..whole).step_by($lanes) {
-                        // SAFETY: a register's elements from `i` on are inside the row and the queries.
+                        // SAFETY: a register's elements from `i` on are inside the rows and the queries.
                         unsafe {
-                            let row = E::$widen(row.as_ptr().add(i));
-                            for (sum, query) in sums.iter_mut().zip(queries) {
-                                *sum = $fmadd($load(query.as_ptr().add(i)), row, *sum);
+                            let queries = queries.map(|query| $load(query.as_ptr().add(i)));
+                            for (key, row) in rows.iter().enumerate() {
+                                let row = E::$widen(row.as_ptr().add(i));
+                                for (sums, query) in sums.iter_mut().zip(queries) {
+                                    sums[key] = $fmadd(query, row, sums[key]);
+                                }
                             }
                         }
                     }
-                    let mut out = [0f32; L];
-                    for ((out, sum), query) in out.iter_mut().zip(sums).zip(queries) {
-                        let rest = row[whole..].iter().zip(&query[whole..]);
-                        *out = $sum(sum) + rest.map(|(x, q)| x.widen() * q).sum::<f32>();
+                    let mut out = [[0f32; STEP]; L];
+                    for (out, sums) in out.iter_mut().zip(sums) {
+                        *out = $sums(sums);
+                    }
+                    for i in whole..dim {
+                        for (out, query) in out.iter_mut().zip(queries) {
+                            out.iter_mut().zip(rows).for_each(|(out, row)| *out += row[i].widen() * query[i]);
+                        }
                     }
                     out
                 }
@@ -227,23 +269,27 @@ mod x86 {
                 #[target_feature(enable = $features)]
                 pub unsafe fn add_values<E: Registers>(
                     rows: &[&[E]],
+                    ahead: &[*const E; STEP],
                     first: usize,
                     weights: &[[f32; SPLIT]],
                     to: &mut [f32],
                 ) {
                     let width = rows[0].len() + 2;
+                    let mut ahead = &ahead[..];
                     for (weights, to) in weights.chunks(2).zip(to.chunks_mut(2 * width)) {
                         // SAFETY: passed on from the caller.
                         unsafe {
                             match weights {
                                 [a, b] => {
                                     let (to_a, to_b) = to.split_at_mut(width);
-                                    add(rows, [&a[first..], &b[first..]], [&mut to_a[2..], &mut to_b[2..]]);
+                                    let to = [&mut to_a[2..], &mut to_b[2..]];
+                                    add(rows, ahead, [&a[first..], &b[first..]], to);
                                 }
-                                [a, ..] => add(rows, [&a[first..]], [&mut to[2..]]),
+                                [a, ..] => add(rows, ahead, [&a[first..]], [&mut to[2..]]),
                                 [] => {}
                             }
                         }
+                        ahead = &[];
                     }
                 }
 
@@ -253,6 +299,7 @@ mod x86 {
                 #[target_feature(enable = $features)]
                 unsafe fn add<E: Registers, const L: usize>(
                     rows: &[&[E]],
+                    ahead: &[*const E],
                     weights: [&[f32]; L],
                     mut to: [&mut [f32]; L],
                 ) {
@@ -262,8 +309,10 @@ mod x86 {
                         // SAFETY: passed on from the caller; the parts end at `dim`.
                         unsafe {
                             at += match dim - at {
-                                left if left >= 4 * $lanes => part::<E, 4, L>(rows, weights, &mut to, at),
-                                left if left >= $lanes => part::<E, 1, L>(rows, weights, &mut to, at),
+                                left if left >= 4 * $lanes => {
+                                    part::<E, 4, L>(rows, ahead, weights, &mut to, at)
+                                }
+                                left if left >= $lanes => part::<E, 1, L>(rows, ahead, weights, &mut to, at),
                                 _ => {
                                     for (to, weights) in to.iter_mut().zip(weights) {
                                         let values = rows.iter().map(|row| row[at].widen());
@@ -285,6 +334,7 @@ mod x86 {
                 #[target_feature(enable = $features)]
                 unsafe fn part<E: Registers, const V: usize, const L: usize>(
                     rows: &[&[E]],
+                    ahead: &[*const E],
                     weights: [&[f32]; L],
                     to: &mut [&mut [f32]; L],
                     at: usize,
@@ -295,6 +345,9 @@ mod x86 {
                             std::array::from_fn(|j| $load(to[lane].as_ptr().add(at + j * $lanes)))
                         });
                         for (key, row) in rows.iter().enumerate() {
+                            if let Some(row) = ahead.get(key) {
+                                fetch(row.wrapping_add(at), V * $lanes);
+                            }
                             let weights: [$float; L] = std::array::from_fn(|lane| $set(weights[lane][key]));
                             for j in 0..V {
                                 let values = E::$widen(row.as_ptr().add(at + j * $lanes));
@@ -326,7 +379,7 @@ mod x86 {
         _mm256_storeu_ps,
         _mm256_set1_ps,
         _mm256_fmadd_ps,
-        sum_of_eight
+        sums_of_eight
     );
     steps!(
         avx512,
@@ -339,6 +392,6 @@ mod x86 {
         _mm512_storeu_ps,
         _mm512_set1_ps,
         _mm512_fmadd_ps,
-        _mm512_reduce_add_ps
+        sums_of_sixteen
     );
 }
