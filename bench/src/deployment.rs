@@ -22,7 +22,7 @@ const DEATH_WITHIN: Duration = Duration::from_millis(500);
 /// How KV moves between workers: what `serve --kv-transport` takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Transport {
-    /// NIXL with the fastest lane both sides have, else `socket`.
+    /// NIXL with the fastest lane both sides have, else `mmap` or `socket`.
     Auto,
     /// NIXL over TCP.
     Tcp,
@@ -47,6 +47,8 @@ pub enum Transport {
     /// UCX without NIXL, over InfiniBand or RoCE.
     #[value(name = "ucx:rdma")]
     UcxRdma,
+    /// The peer's pool mapped, no library needed.
+    Mmap,
     /// Plain TCP, no library needed.
     Socket,
 }

@@ -61,6 +61,10 @@ pub fn region(pool: &Arc<KvPool>) -> Region {
     let region = unsafe { Region::new(pool.base(), pool.len(), pool.clone()) };
     // The least that is pushed at a time.
     let region = region.in_pieces_of(pool.layout().layer_bytes() as u64);
+    let region = match pool.file() {
+        Some(file) => region.in_file(file.clone()),
+        None => region,
+    };
     let Some(gpu) = pool.gpu() else { return region };
     // An emulated device's memory is the processor's own: libraries reach it, too.
     let memory = pool.device().map_or(Memory::Host, Memory::Cuda);

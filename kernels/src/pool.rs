@@ -2,7 +2,9 @@
 
 use std::io;
 use std::ops::Range;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 use crate::cuda::{Buffer, CudaError, Gpu, PoolView};
 use crate::layout::{Half, KvLayout};
@@ -21,8 +23,8 @@ pub struct KvPool {
 
 #[derive(Debug)]
 enum Memory {
-    /// An anonymous mapping.
-    Host(NonNull<u8>),
+    /// A mapping: anonymous, or of a file in memory.
+    Host(NonNull<u8>, Option<Arc<OwnedFd>>),
     Device(Buffer),
 }
 
@@ -43,16 +45,26 @@ impl KvPool {
     /// As [`KvPool::new`], with `spare_blocks` more behind them that belong to no request: for self-tests of transports.
     pub fn with_spare(layout: KvLayout, num_blocks: usize, spare_blocks: usize) -> io::Result<Self> {
         let len = pool_bytes(&layout, num_blocks.saturating_add(spare_blocks))?;
-        let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-        // SAFETY: an anonymous private mapping at an address of the kernel's choice aliases nothing.
-        let base = unsafe { libc::mmap(std::ptr::null_mut(), len, prot, flags, -1, 0) };
-        if base == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
+        Ok(Self { memory: Memory::Host(map(len, None)?, None), layout, num_blocks, spare_blocks })
+    }
+
+    /// As [`KvPool::with_spare`], in memory that another process can map: that of [`KvPool::file`]. It is huge pages only where
+    /// the system gives them to shared memory (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`).
+    ///
+    /// Errors: as [`KvPool::new`], or the system has no such files.
+    pub fn shared(layout: KvLayout, num_blocks: usize, spare_blocks: usize) -> io::Result<Self> {
+        let len = pool_bytes(&layout, num_blocks.saturating_add(spare_blocks))?;
+        let file = Arc::new(memory_file(len)?);
+        let base = map(len, Some(&file))?;
+        Ok(Self { memory: Memory::Host(base, Some(file)), layout, num_blocks, spare_blocks })
+    }
+
+    /// The file in memory that holds the pool from its first byte on; `None` where there is none.
+    pub fn file(&self) -> Option<&Arc<OwnedFd>> {
+        match &self.memory {
+            Memory::Host(_, file) => file.as_ref(),
+            Memory::Device(_) => None,
         }
-        // SAFETY: the range was mapped just now. The advice is a hint, its failure changes nothing.
-        unsafe { libc::madvise(base, len, libc::MADV_HUGEPAGE) };
-        let base = NonNull::new(base.cast()).expect("mmap gave a null address. This is a bug.");
-        Ok(Self { memory: Memory::Host(base), layout, num_blocks, spare_blocks })
     }
 
     /// Reserves `num_blocks` blocks on a device, in one allocation that other processes can map, and `spare_blocks` behind
@@ -73,7 +85,7 @@ impl KvPool {
     /// What kernels on the device see; `None` in host memory.
     pub fn on_device(&self) -> Option<PoolView<'_>> {
         match &self.memory {
-            Memory::Host(_) => None,
+            Memory::Host(..) => None,
             Memory::Device(buffer) => Some(PoolView { view: buffer.view(), layout: self.layout }),
         }
     }
@@ -82,7 +94,7 @@ impl KvPool {
     pub fn device(&self) -> Option<u32> {
         match &self.memory {
             Memory::Device(buffer) if !buffer.gpu().is_emulated() => Some(buffer.gpu().info().ordinal as u32),
-            Memory::Host(_) | Memory::Device(_) => None,
+            Memory::Host(..) | Memory::Device(_) => None,
         }
     }
 
@@ -99,7 +111,7 @@ impl KvPool {
     /// The device that has it; `None` in host memory.
     pub fn gpu(&self) -> Option<&Gpu> {
         match &self.memory {
-            Memory::Host(_) => None,
+            Memory::Host(..) => None,
             Memory::Device(buffer) => Some(buffer.gpu()),
         }
     }
@@ -134,7 +146,7 @@ impl KvPool {
     ///
     /// Errors: the system has no such call (Linux before 5.14), or no memory.
     pub fn populate(&self, blocks: Range<usize>) -> io::Result<()> {
-        let Memory::Host(base) = self.memory else { return Ok(()) };
+        let Memory::Host(base, _) = &self.memory else { return Ok(()) };
         let of = |block: usize| block.min(self.num_blocks) * self.layout.block_bytes();
         let page = 1 << 12;
         let (start, end) = (of(blocks.start) / page * page, of(blocks.end));
@@ -161,14 +173,14 @@ impl KvPool {
     /// Address of the first block, for registration with a transport. On a device it is the device's.
     pub fn base(&self) -> NonNull<u8> {
         match &self.memory {
-            Memory::Host(base) => *base,
+            Memory::Host(base, _) => *base,
             Memory::Device(buffer) => NonNull::new(buffer.address() as *mut u8)
                 .expect("device memory has no null address. This is a bug."),
         }
     }
 
     fn host(&self) -> NonNull<u8> {
-        let Memory::Host(base) = &self.memory else {
+        let Memory::Host(base, _) = &self.memory else {
             panic!("the CPU reads a pool on a device. This is a bug.")
         };
         *base
@@ -193,7 +205,9 @@ impl KvPool {
         assert!(end.is_some(), "{len} bytes at {offset} of {}. This is a bug.", self.len());
         match &self.memory {
             // SAFETY: the range lies inside the mapping, checked above; the caller owns the blocks.
-            Memory::Host(base) => look(unsafe { std::slice::from_raw_parts(base.as_ptr().add(offset), len) }),
+            Memory::Host(base, _) => {
+                look(unsafe { std::slice::from_raw_parts(base.as_ptr().add(offset), len) })
+            }
             Memory::Device(buffer) => {
                 let mut bytes = vec![0; len];
                 buffer.read(offset, &mut bytes).expect("blocks can be copied from the device");
@@ -210,6 +224,43 @@ impl KvPool {
     }
 }
 
+/// Maps `len` zeroed bytes, of `file` or of nothing, and asks for huge pages.
+fn map(len: usize, file: Option<&OwnedFd>) -> io::Result<NonNull<u8>> {
+    let (flags, fd) = match file {
+        Some(file) => (libc::MAP_SHARED, file.as_raw_fd()),
+        None => (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1),
+    };
+    // SAFETY: a mapping at an address of the kernel's choice aliases nothing of this process's.
+    let base =
+        unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ | libc::PROT_WRITE, flags, fd, 0) };
+    if base == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the range was mapped just now. The advice is a hint, its failure changes nothing.
+    unsafe { libc::madvise(base, len, libc::MADV_HUGEPAGE) };
+    Ok(NonNull::new(base.cast()).expect("mmap gave a null address. This is a bug."))
+}
+
+/// A file of `len` bytes that is nowhere but in memory and keeps its length: who maps it can rely on every byte.
+fn memory_file(len: usize) -> io::Result<OwnedFd> {
+    let check = |outcome: i32| if outcome < 0 { Err(io::Error::last_os_error()) } else { Ok(outcome) };
+    let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
+    // SAFETY: the name is a C string.
+    let fd = check(unsafe { libc::memfd_create(c"kvferry-kv-pool".as_ptr(), flags) })?;
+    // SAFETY: the descriptor is new and nobody else's.
+    let file = unsafe { OwnedFd::from_raw_fd(fd) };
+    // SAFETY: calls on an open descriptor.
+    unsafe {
+        check(libc::ftruncate(fd, len as libc::off_t))?;
+        check(libc::fcntl(
+            fd,
+            libc::F_ADD_SEALS,
+            libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL,
+        ))?;
+    }
+    Ok(file)
+}
+
 /// Bytes of a pool, which must be some and addressable.
 fn pool_bytes(layout: &KvLayout, num_blocks: usize) -> io::Result<usize> {
     let len = num_blocks.checked_mul(layout.block_bytes());
@@ -221,7 +272,7 @@ fn pool_bytes(layout: &KvLayout, num_blocks: usize) -> io::Result<usize> {
 
 impl Drop for KvPool {
     fn drop(&mut self) {
-        if let Memory::Host(base) = &self.memory {
+        if let Memory::Host(base, _) = &self.memory {
             // SAFETY: this mapping was made in `new` with this length and nobody holds the pool any more.
             unsafe { libc::munmap(base.as_ptr().cast(), self.len()) };
         }

@@ -37,7 +37,8 @@ pub struct Args {
     #[arg(long, value_name = "URL", help_heading = DISAGG)]
     pub prefill: Vec<String>,
     /// How KV moves between workers: tcp, shm, cuda_ipc or rdma (NIXL over UCX), the same after `ucx:` (UCX without
-    /// NIXL), socket (plain TCP, no library needed), or auto: NIXL where its library is found, else socket.
+    /// NIXL), mmap (pools mapped, on one machine) or socket (plain TCP), which need no library, or auto: NIXL where its
+    /// library is found, else mmap or socket.
     #[arg(long, env = "KV_TRANSPORT", value_name = "NAME", default_value = "auto", help_heading = DISAGG)]
     pub kv_transport: String,
     /// (Decode) refuse a prefill worker when KV does not go over the lane that --kv-transport promises.

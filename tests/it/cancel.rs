@@ -90,6 +90,11 @@ async fn a_third_of_200_requests_leave_and_all_blocks_come_back_socket() {
 }
 
 #[tokio::test]
+async fn a_third_of_200_requests_leave_and_all_blocks_come_back_mmap() {
+    storms_alike("mmap").await;
+}
+
+#[tokio::test]
 async fn a_third_of_200_requests_leave_and_all_blocks_come_back_nixl_tcp() {
     storms_alike("tcp").await;
 }

@@ -66,6 +66,11 @@ async fn prefill_worker_killed_in_the_middle_of_a_prefill_and_restarted_socket()
 }
 
 #[tokio::test]
+async fn prefill_worker_killed_in_the_middle_of_a_prefill_and_restarted_mmap() {
+    killed_in_the_middle_of_a_prefill("mmap").await;
+}
+
+#[tokio::test]
 async fn prefill_worker_killed_in_the_middle_of_a_prefill_and_restarted_nixl_tcp() {
     killed_in_the_middle_of_a_prefill("tcp").await;
 }

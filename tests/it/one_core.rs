@@ -37,6 +37,12 @@ async fn socket_transfers_complete_on_one_core() {
 }
 
 #[tokio::test]
+async fn mmap_transfers_complete_on_one_core() {
+    transfers_complete("mmap", "push", 1).await;
+    transfers_complete("mmap", "pull", 1).await;
+}
+
+#[tokio::test]
 async fn nixl_tcp_transfers_complete_on_one_core() {
     transfers_complete("tcp", "push", 1).await;
 }

@@ -128,6 +128,11 @@ async fn prefill_and_decode_over_socket_answer_like_one_process() {
 }
 
 #[tokio::test]
+async fn prefill_and_decode_over_mapped_pools_answer_like_one_process() {
+    check_split("mmap").await;
+}
+
+#[tokio::test]
 async fn prefill_and_decode_over_nixl_tcp_answer_like_one_process() {
     check_split("tcp").await;
 }

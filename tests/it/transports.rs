@@ -33,7 +33,7 @@ async fn ends(deployment: Deployment, words: &[&str]) {
 async fn an_unknown_transport_ends_the_process_and_lists_those_there_are() {
     ends(
         Deployment::split("pigeon"),
-        &["pigeon", "auto", "tcp", "shm", "cuda_ipc", "rdma", "ucx:tcp", "socket"],
+        &["pigeon", "auto", "tcp", "shm", "cuda_ipc", "rdma", "ucx:tcp", "mmap", "socket"],
     )
     .await;
 }
@@ -85,6 +85,41 @@ async fn a_lane_that_was_not_asked_for_is_an_error_when_strict() {
     let cluster = deployment.start_unready().await;
     let words = ["--kv-transport-strict", "shm was asked for", "tcp/"];
     cluster.front().health_says("unavailable", &words).await;
+}
+
+/// A worker whose pool cannot be mapped is served all the same, over what its lane says.
+#[tokio::test]
+async fn a_pool_that_cannot_be_mapped_gets_its_bytes_over_tcp_and_is_complained_about() {
+    let deployment = || Deployment::split("socket").decode_flags("--kv-transport mmap");
+    let cluster = deployment().start().await;
+    cluster.client().answer(&Ask::completion(prompts::ids(100, 1))).await;
+    cluster.settled().await;
+    assert_eq!(cluster.client().metrics().await.transfers(), 1);
+    let details = details(&cluster).await;
+    let link = only_link(&details);
+    assert_eq!(link["read"]["lane"], "tcp/socket (copy-in, copy-out)", "{details}");
+    assert!(!link["complaints"].as_array().expect("a list").is_empty(), "{details}");
+    assert!(cluster.front().log().contains("is not mapped: its bytes go over TCP"));
+    drop(cluster);
+
+    let strict = deployment().decode_flags("--kv-transport-strict").start_unready().await;
+    strict.front().health_says("unavailable", &["--kv-transport-strict", "mmap was asked for", "tcp/"]).await;
+}
+
+#[tokio::test]
+async fn mapped_pools_are_written_and_read_over_the_lane_that_was_asked_for() {
+    for direction in ["push", "pull"] {
+        let flags = format!("--kv-transport-strict --kv-direction {direction}");
+        let cluster = Deployment::split("mmap").decode_flags(&flags).start().await;
+        cluster.client().answer(&Ask::completion(prompts::ids(100, 1))).await;
+        cluster.settled().await;
+        assert_eq!(cluster.client().metrics().await.transfers(), 1, "{direction}");
+        let details = details(&cluster).await;
+        let link = only_link(&details);
+        for way in ["write", "read"] {
+            assert_eq!(link[way]["lane"], "mmap/memory (one copy)", "{details}");
+        }
+    }
 }
 
 #[tokio::test]

@@ -195,7 +195,7 @@ impl Cluster {
 pub fn can_test(transport: &str) -> bool {
     let installed =
         repository().join(".nixl/version").is_file() || std::env::var_os("KVFERRY_NIXL_DIR").is_some();
-    if transport == "socket" || installed {
+    if ["socket", "mmap"].contains(&transport) || installed {
         return true;
     }
     let allowed = std::env::var(ALLOW_NO_NIXL).is_ok_and(|value| value == "1");

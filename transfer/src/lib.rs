@@ -2,7 +2,7 @@
 //!
 //! A [`Transport`] writes spans of this process's registered pool into a peer's pool, or reads them from it, and
 //! carries a notification that arrives after the last byte. Backends: NIXL over UCX (`tcp`, `shm`, `cuda_ipc`,
-//! `rdma`), UCX without NIXL (`ucx`), plain TCP (`socket`), and `inproc` for tests; [`registry::open`] picks one by its
+//! `rdma`), UCX without NIXL (`ucx`), plain TCP (`socket`), mapped pools (`mmap`), and `inproc` for tests; [`registry::open`] picks one by its
 //! `KV_TRANSPORT` name. A [`driver::DriverHandle`] owns the chosen one on its own thread. [`plan`] turns block pairs
 //! into few spans, [`wire`] is what two processes compare before the first byte moves, [`probe`] what they measure
 //! then.
@@ -18,7 +18,7 @@
 //!
 //! A transfer that was reported *failed* at the sender may still have bytes on the way: the receiver must not
 //! reuse the target blocks before it has dropped that peer ([`Transport::remove_peer`] fences its writes in
-//! `socket` and `inproc`) or seen the process dead and polled once more (NIXL).
+//! `socket` and `inproc`) or seen the process dead and polled once more (NIXL, UCX, `mmap`).
 //!
 //! Not here: requests, tickets, blocks and who may free them (engine); how metadata reaches the peer (server);
 //! what the bytes mean (kernels).

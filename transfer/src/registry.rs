@@ -4,6 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use crate::error::TransferError;
+use crate::lane::Lane;
 use crate::transport::{Memory, Region, Transport};
 use crate::ucx::UcxLanes;
 use crate::{inproc, nixl, socket, ucx};
@@ -37,6 +38,7 @@ const BACKENDS: &[Backend] = &[
     ucx::backend(UcxLanes::Shm, "ucx:shm", "UCX without NIXL, over shared memory"),
     ucx::backend(UcxLanes::CudaIpc, "ucx:cuda_ipc", "UCX without NIXL, over CUDA IPC"),
     ucx::backend(UcxLanes::Rdma, "ucx:rdma", "UCX without NIXL, over InfiniBand or RoCE"),
+    socket::mapped::BACKEND,
     socket::BACKEND,
     inproc::BACKEND,
 ];
@@ -46,6 +48,7 @@ const AUTO: &str = "auto";
 const UCX: &str = "ucx";
 /// Within one process: for tests.
 const INPROC: &str = inproc::BACKEND.name;
+const MMAP: &str = socket::mapped::BACKEND.name;
 
 /// What [`open`] needs to know.
 #[derive(Clone, Debug)]
@@ -84,7 +87,8 @@ impl Default for TransportConfig {
 /// the environment through the C library.
 ///
 /// Errors: an unknown name (with the valid ones, and why those unusable here are so), a transport that this
-/// machine or build cannot use. Only `auto` falls back, to `socket`, and warns.
+/// machine or build cannot use. Only `auto` falls back, to `mmap` where the pool is made for it, else to
+/// `socket`, and warns.
 pub fn open(config: &TransportConfig, pool: Region) -> Result<Box<dyn Transport>, TransferError> {
     let transport = match config.name.as_str() {
         AUTO => open_auto(config, pool)?,
@@ -109,7 +113,7 @@ pub fn check_name(config: &TransportConfig) -> Result<(), TransferError> {
 
 /// Every name that may be asked for, with a line about each.
 pub fn names() -> impl Iterator<Item = (&'static str, &'static str)> {
-    let auto = (AUTO, "NIXL where it is installed, with the fastest lane that fits, else socket");
+    let auto = (AUTO, "NIXL where it is installed, with the fastest lane that fits, else mmap or socket");
     let ucx = (UCX, "UCX without NIXL: ucx:shm among processes of one machine, else ucx:tcp");
     let others = BACKENDS.iter().filter(|backend| backend.name != INPROC);
     [auto, ucx].into_iter().chain(others.map(|backend| (backend.name, backend.what)))
@@ -123,6 +127,22 @@ pub fn family(name: &str) -> Option<&'static str> {
 /// The lanes that a transport of this name was asked to use.
 pub fn lanes(name: &str) -> Option<UcxLanes> {
     BACKENDS.iter().find(|backend| backend.name == name).and_then(|backend| backend.lanes)
+}
+
+/// Whether `lane` is what a transport of this name promises.
+pub fn is_as_asked(name: &str, lane: &Lane) -> bool {
+    lane.transports().all(|carrier| match lanes(name) {
+        Some(lanes) => lanes.carried_by(carrier),
+        None => name != MMAP || carrier == MMAP,
+    })
+}
+
+/// Whether the transport that `config` names maps peers' pools where it can, which must then lie in a file
+/// ([`Region::in_file`]): `mmap`, and `auto` where it would find no NIXL.
+pub fn maps_pools(config: &TransportConfig) -> bool {
+    let shm = BACKENDS.iter().find(|backend| backend.lanes == Some(UcxLanes::Shm));
+    let no_nixl = || shm.is_none_or(|shm| (shm.unusable)(shm.lanes, config).is_some());
+    config.name == MMAP || (config.name == AUTO && config.same_host && no_nixl())
 }
 
 /// Every backend between processes with the reason why it cannot be used here, where it cannot.
@@ -172,7 +192,7 @@ fn open_backend(
     (backend.open)(backend.lanes, config, pool)
 }
 
-/// NIXL where it loads, over what fits where the pool and the peers are, else `socket`.
+/// NIXL where it loads, over what fits where the pool and the peers are, else `mmap` or `socket`.
 fn open_auto(config: &TransportConfig, pool: Region) -> Result<Box<dyn Transport>, TransferError> {
     let on_gpu = pool.memory() != Memory::Host;
     let order: &[&str] = match (on_gpu, config.same_host) {
@@ -189,8 +209,9 @@ fn open_auto(config: &TransportConfig, pool: Region) -> Result<Box<dyn Transport
         }
     }
     let reason = reasons.pop().unwrap_or_default();
-    tracing::warn!(reason, "NIXL is not usable: KV moves over plain sockets");
-    find("socket", config).and_then(|backend| open_backend(backend, config, pool))
+    let instead = if config.same_host && pool.file().is_some() { MMAP } else { "socket" };
+    tracing::warn!(reason, instead, "NIXL is not usable: KV moves another way");
+    find(instead, config).and_then(|backend| open_backend(backend, config, pool))
 }
 
 const NO_LIBRARY: &str = "NIXL was not found, run scripts/nixl-setup";

@@ -8,6 +8,7 @@ use std::any::Any;
 use std::fmt;
 use std::num::NonZeroU64;
 use std::ops::Range;
+use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
@@ -103,8 +104,8 @@ pub trait Transport: Send {
 
     /// Forgets the peer. Its unsettled transfers are reported failed by `poll`, each as soon as nothing touches the
     /// pool for it any more: at once where it can be called back (`socket`, `inproc`), when it has ended where it
-    /// cannot (NIXL). Where the peer's transfers run through code of ours (`socket`, `inproc`), nothing more that it
-    /// writes lands in our pool and it reads nothing more from it after this returns. Unknown peers are ignored.
+    /// cannot (NIXL). Where the peer's transfers run through code of ours in this process (`socket`, `inproc`), nothing
+    /// more that it writes lands in our pool and it reads nothing more from it after this returns. Unknown peers are ignored.
     fn remove_peer(&mut self, peer: PeerId);
 
     /// Starts moving `spans`; `notification` reaches the peer after the last byte is where it belongs: in the peer's
@@ -225,6 +226,8 @@ pub struct Region {
     piece: u64,
     /// How to copy where the processor cannot.
     copier: Option<Arc<dyn DeviceMemory>>,
+    /// What other processes can map.
+    file: Option<Arc<OwnedFd>>,
     _owner: Arc<dyn Any + Send + Sync>,
 }
 
@@ -239,7 +242,7 @@ impl Region {
     /// `base..base + len` must be readable and writable for as long as `owner` lives, and the caller must see to it
     /// that bytes being transferred are not accessed elsewhere at the same time.
     pub unsafe fn new(base: NonNull<u8>, len: usize, owner: Arc<dyn Any + Send + Sync>) -> Self {
-        Self { base, len, memory: Memory::Host, piece: 0, copier: None, _owner: owner }
+        Self { base, len, memory: Memory::Host, piece: 0, copier: None, file: None, _owner: owner }
     }
 
     /// The same range of bytes, most of whose transfers will be of whole pieces of `bytes`: a transport may prepare them.
@@ -251,6 +254,16 @@ impl Region {
     /// Bytes of a piece; `None` where nothing is known of the spans to come.
     pub fn piece(&self) -> Option<NonZeroU64> {
         NonZeroU64::new(self.piece)
+    }
+
+    /// The same range of bytes, which is the whole of `file`, in memory, whose length is sealed: other processes can map it.
+    pub fn in_file(self, file: Arc<OwnedFd>) -> Self {
+        Self { file: Some(file), ..self }
+    }
+
+    /// The file that other processes can map.
+    pub fn file(&self) -> Option<&OwnedFd> {
+        self.file.as_deref()
     }
 
     /// The same range of bytes, said to lie in `memory`.

@@ -7,6 +7,7 @@ use engine::SamplingParams;
 use engine::core::{Plan, SampleRow};
 use engine::runner::{ModelRunner, Runner};
 use engine::sampler::Vocabulary;
+use kernels::cpu::arena::Arena;
 use kernels::cpu::{Isa, Precision};
 use kernels::{BatchMeta, KvDtype, KvLayout, KvPool};
 use models::qwen::{ComputeDtype, Qwen};
@@ -87,6 +88,8 @@ struct Row {
 struct Results {
     load_s: f64,
     weight_bytes: f64,
+    /// How fast the system gives memory that nobody had before, which loading waits for.
+    fresh_memory_gb_s: f64,
     peak_resident_bytes: Option<u64>,
     roofs: Measured,
     steps: Vec<Row>,
@@ -108,6 +111,7 @@ fn measure(args: &Args) -> Result<()> {
     let mut loaded = None;
     let load_s = seconds(|| loaded = Some(Steps::load(&dir, args)));
     let mut steps = loaded.expect("set by the closure. This is a bug.").map_err(|error| usage(&error))?;
+    let fresh = fresh_memory()?;
     let mut roofs = Roofs::new()?;
     let mut sizes: Vec<(usize, usize, usize)> = args.prompt_tokens.iter().map(|&n| (1, 0, n)).collect();
     sizes.extend(args.batch.iter().map(|&n| (n, args.context, 1)));
@@ -130,10 +134,24 @@ fn measure(args: &Args) -> Result<()> {
         .collect();
     let peak = machine::peak_resident_bytes();
     let weight_bytes = steps.size.bytes;
-    print(&rows, load_s, weight_bytes, peak, (isa, &roofs.measured()));
-    let results =
-        Results { load_s, weight_bytes, peak_resident_bytes: peak, roofs: roofs.measured(), steps: rows };
+    print(&rows, (load_s, fresh), weight_bytes, peak, (isa, &roofs.measured()));
+    let results = Results {
+        load_s,
+        weight_bytes,
+        fresh_memory_gb_s: fresh,
+        peak_resident_bytes: peak,
+        roofs: roofs.measured(),
+        steps: rows,
+    };
     write_json(args.json.as_deref(), &Report::new(args.clone(), isa, load, results))
+}
+
+/// GB/s of touching memory for the first time, as weights and KV are. A virtual machine may have to ask its host for it.
+fn fresh_memory() -> Result<f64> {
+    const WORDS: usize = 64 << 20;
+    let mut memory = Arena::default().alloc(WORDS).map_err(BenchError::io("256 MiB of memory"))?;
+    let taken = seconds(|| memory.fill(1));
+    Ok((WORDS * size_of::<u32>()) as f64 / taken / 1e9)
 }
 
 fn row((sequences, context, tokens): (usize, usize, usize), mut times: Vec<f64>, floor: f64) -> Row {
@@ -152,13 +170,20 @@ fn row((sequences, context, tokens): (usize, usize, usize), mut times: Vec<f64>,
     }
 }
 
-fn print(rows: &[Row], load_s: f64, bytes: f64, peak: Option<u64>, (isa, roofs): (Isa, &Measured)) {
+fn print(
+    rows: &[Row],
+    (load_s, fresh): (f64, f64),
+    bytes: f64,
+    peak: Option<u64>,
+    (isa, roofs): (Isa, &Measured),
+) {
     println!(
         "loaded {:.2} GB of weights in {load_s:.2} s; {} threads, {}",
         bytes / 1e9,
         kernels::cpu::team::threads(),
         isa.as_str()
     );
+    println!("fresh memory: {fresh:.2} GB/s, {:.2} s for as much as the weights", bytes / 1e9 / fresh);
     if let Some(peak) = peak {
         println!("most memory: {:.2} GB, of which the roofs' measurement takes 0.54", peak as f64 / 1e9);
     }

@@ -77,7 +77,6 @@ impl Endpoint {
         let geometry: Geometry = serde_json::from_str(&args.geometry)
             .map_err(|error| BenchError::Usage(format!("--geometry: {error}")))?;
         let gpu = args.device.open(args.cuda_emulator.as_deref())?;
-        let pool = Pool::new(&geometry, args.blocks, args.seed, gpu.as_ref())?;
         let incarnation = rand::random();
         let config = TransportConfig {
             name: args.transport.clone(),
@@ -85,6 +84,8 @@ impl Endpoint {
             incarnation,
             ..Default::default()
         };
+        let is_shared = transfer::registry::maps_pools(&config);
+        let pool = Pool::new(&geometry, args.blocks, args.seed, gpu.as_ref(), is_shared)?;
         let transport = transfer::open(&config, pool.region().clone())
             .map_err(|error| BenchError::Usage(error.to_string()))?;
         let (sender, events) = channel();

@@ -40,7 +40,7 @@ pub struct Args {
         long,
         value_name = "NAME,...",
         value_delimiter = ',',
-        default_value = "shm,tcp,ucx:shm,ucx:tcp,socket"
+        default_value = "mmap,shm,tcp,ucx:shm,ucx:tcp,socket"
     )]
     pub transport: Vec<String>,
     /// Directions, seen from the process that posts.

@@ -23,11 +23,20 @@ fn word(seed: u64, index: u64) -> u64 {
 }
 
 impl Pool {
-    /// A pool of `blocks` blocks filled with what `seed` decides, on `gpu` or in host memory.
-    pub fn new(geometry: &Geometry, blocks: u32, seed: u64, gpu: Option<&Gpu>) -> Result<Self> {
+    /// A pool of `blocks` blocks filled with what `seed` decides, on `gpu` or in host memory, which other processes can map if
+    /// it `is_shared`.
+    pub fn new(
+        geometry: &Geometry,
+        blocks: u32,
+        seed: u64,
+        gpu: Option<&Gpu>,
+        is_shared: bool,
+    ) -> Result<Self> {
         let scratch = Scratch::after(u64::from(blocks), geometry.block_bytes());
         let (layout, spare): (KvLayout, _) = (geometry.layout(), scratch.blocks as usize);
         let kv = match gpu {
+            None if is_shared => KvPool::shared(layout, blocks as usize, spare)
+                .map_err(BenchError::io(format!("a shared pool of {blocks} blocks")))?,
             None => KvPool::with_spare(layout, blocks as usize, spare)
                 .map_err(BenchError::io(format!("a pool of {blocks} blocks")))?,
             Some(gpu) => KvPool::new_on(gpu, layout, blocks as usize, spare)?,

@@ -35,7 +35,7 @@ pub async fn run(args: &Args, path: &Path) -> Result<()> {
     let name = &args.transport[0];
     let transport = <Transport as clap::ValueEnum>::from_str(name, true).map_err(|_| {
         BenchError::Usage(format!(
-            "--trace starts workers over tcp, shm, cuda_ipc, socket or auto, not {name}"
+            "--trace starts workers over tcp, shm, cuda_ipc, mmap, socket or auto, not {name}"
         ))
     })?;
     let serve_args =

@@ -43,7 +43,11 @@ impl Leg<'_> {
     async fn ask(&self, body: Bytes) -> Result<Value, Failure> {
         let worker = self.prefill;
         let sent = self.upstream.post(worker.api_uri(self.api), self.headers.clone(), body);
-        let failed = |error: SendError| Failure { blame: Blame::Prefill, ..unreachable(worker, &error) };
+        let failed = |error: SendError| match unreachable(worker, &error) {
+            // Our own lack of something: another worker would be reached no better.
+            failure if failure.blame == Blame::Request => failure,
+            failure => Failure { blame: Blame::Prefill, ..failure },
+        };
         let response = tokio::select! {
             response = sent => response.map_err(failed)?,
             () = worker.hung.notified() => return Err(failed(SendError::Broken("the worker hangs".into()))),

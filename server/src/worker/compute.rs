@@ -213,7 +213,9 @@ fn kv_pool(config: &Config, model: &ModelConfig, device: &Device) -> anyhow::Res
         Role::Prefill | Role::Decode => transfer::Scratch::blocks_of(layout.block_bytes() as u64) as usize,
     };
     let pool = match device {
-        Device::Cpu => KvPool::with_spare(layout, num_blocks, spare).map_err(anyhow::Error::from),
+        Device::Cpu => {
+            super::transport::host_pool(config, layout, num_blocks, spare).map_err(anyhow::Error::from)
+        }
         Device::Cuda(_) if dtype == KvDtype::F32 => {
             bail!("--kv-cache-dtype f32 is not supported on cuda, expected bf16 or auto")
         }

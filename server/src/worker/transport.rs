@@ -39,17 +39,8 @@ pub fn open(
     events: Sender<Event>,
     transfers: Arc<Transfers>,
 ) -> anyhow::Result<(DriverHandle, Hello)> {
-    let host = own_host(config);
-    let transport = TransportConfig {
-        name: config.kv_transport.clone(),
-        same_host: same_host(config),
-        bind_host: config.listen.ip().to_string(),
-        advertise_host: Some(host),
-        nixl_dir: config.nixl_dir.clone(),
-        incarnation: hello.incarnation,
-    };
-    let transport =
-        transfer::open(&transport, service::region(pool)).context("the KV transport cannot be opened")?;
+    let transport = transfer::open(&settings(config, hello.incarnation), service::region(pool))
+        .context("the KV transport cannot be opened")?;
     let transport = match config.kv_faults {
         Some(faults) => Box::new(Faulty::new(transport, faults)),
         None => transport,
@@ -67,6 +58,28 @@ pub fn open(
     transfers.opened(driver.transport().clone());
     hello.metadata = driver.metadata().to_vec();
     Ok((driver, hello))
+}
+
+fn settings(config: &Config, incarnation: u64) -> TransportConfig {
+    TransportConfig {
+        name: config.kv_transport.clone(),
+        same_host: same_host(config),
+        bind_host: config.listen.ip().to_string(),
+        advertise_host: Some(own_host(config)),
+        nixl_dir: config.nixl_dir.clone(),
+        incarnation,
+    }
+}
+
+/// A pool in host memory, with `spare` blocks for self-tests, in memory that the transport can use.
+///
+/// Errors: as [`KvPool::new`].
+pub fn host_pool(config: &Config, layout: KvLayout, blocks: usize, spare: usize) -> std::io::Result<KvPool> {
+    // Nobody asks for a transport without peers.
+    match spare > 0 && transfer::registry::maps_pools(&settings(config, 0)) {
+        true => KvPool::shared(layout, blocks, spare),
+        false => KvPool::with_spare(layout, blocks, spare),
+    }
 }
 
 /// True if all workers of this deployment are on this machine, as far as this one can tell.

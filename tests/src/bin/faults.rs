@@ -1,6 +1,6 @@
 //! Runs the fault table: `cargo run --release -p tests --bin faults -- --runs 50 --json faults.json`.
 //!
-//! `--transport socket|tcp|shm`, `--direction push|pull` (both when not given), `--only TEXT` takes the cells that have it
+//! `--transport socket|mmap|tcp|shm`, `--direction push|pull` (both when not given), `--only TEXT` takes the cells that have it
 //! in their name, `--parallel N` runs so many cells at the same time.
 
 use anyhow::{Context, bail};

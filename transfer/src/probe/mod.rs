@@ -103,10 +103,9 @@ impl ProbeReport {
 
     /// Where the bytes do not go as `transport` promises by its name; empty if they do or nothing tells.
     pub fn complaints(&self, transport: &str) -> Vec<String> {
-        let Some(asked) = registry::lanes(transport) else { return Vec::new() };
         let one = |direction: Direction| {
             let lane = self.lane(direction)?;
-            let as_asked = lane.transports().all(|name| asked.carried_by(name));
+            let as_asked = registry::is_as_asked(transport, lane);
             let what = direction.as_str().to_uppercase();
             (!as_asked)
                 .then(|| format!("KV transport {transport} was asked for, but {what} goes over {lane}"))
@@ -156,6 +155,9 @@ mod tests {
         let unknown = ProbeReport::default();
         assert_eq!(unknown.complaints("shm"), [""; 0]);
         assert_eq!(report.complaints("socket"), [""; 0]);
+        assert_eq!(report.complaints("mmap").len(), 2);
+        let mapped = ProbeReport { write_lane: lane("mmap/memory"), ..Default::default() };
+        assert_eq!(mapped.complaints("mmap"), [""; 0]);
     }
 
     #[test]

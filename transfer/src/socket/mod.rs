@@ -4,14 +4,17 @@
 //! Threads do the reading and writing, so bytes move while nobody polls. A transfer settles when the receiver says
 //! that every byte is where it belongs and the notification with it. A connection begins with the receiver's random token, so bytes meant for a process that
 //! was there before are refused.
+//!
+//! With [`mapped`] pools the same frames go without the bytes: those are copied.
 
 mod frame;
 mod inbound;
+pub mod mapped;
 mod outbound;
 #[cfg(test)]
 mod tests;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::net::{IpAddr, TcpStream};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -23,10 +26,11 @@ use socket2::{SockRef, TcpKeepalive};
 
 use crate::error::TransferError;
 use crate::lane::Lane;
-use crate::registry::Backend;
+use crate::registry::{Backend, TransportConfig};
 use crate::transport::{Direction, Event, PeerId, Region, Span, Transport, XferId, XferStats, check_spans};
 use frame::{Greeting, Token};
 use inbound::Inbound;
+use mapped::{Copying, Export, Mapping};
 use outbound::{Job, MAX_QUEUED, Outbound, Report, Target};
 
 /// Bytes copied between pool and socket at a time: stays in the L2 cache between the two copies.
@@ -46,13 +50,7 @@ pub const BACKEND: Backend = Backend {
     lanes: None,
     device_memory: false,
     unusable: |_, _| None,
-    open: |_, config, pool| {
-        let socket = SocketConfig {
-            bind_host: config.bind_host.clone(),
-            advertise_host: config.advertise_host.clone(),
-        };
-        Ok(Box::new(SocketTransport::new(&socket, pool)?))
-    },
+    open: |_, config, pool| Ok(Box::new(SocketTransport::new(&config.into(), pool, false)?)),
 };
 
 /// What [`SocketTransport::new`] needs to know.
@@ -64,17 +62,29 @@ pub struct SocketConfig {
     pub advertise_host: Option<String>,
 }
 
+impl From<&TransportConfig> for SocketConfig {
+    fn from(config: &TransportConfig) -> Self {
+        Self { bind_host: config.bind_host.clone(), advertise_host: config.advertise_host.clone() }
+    }
+}
+
 #[derive(Serialize, Deserialize)]
 struct Metadata {
     host: String,
     port: u16,
     token: [u64; 2],
     pool: u64,
+    /// The pool's memory, where it can be mapped.
+    export: Option<Export>,
 }
 
 struct Peer {
     connection: u64,
     pool: u64,
+    /// Its pool, where it is mapped: bytes are copied.
+    mapping: Option<Mapping>,
+    /// Transfers whose bytes are yet to be copied, the first one perhaps in part.
+    copying: VecDeque<Copying>,
     outbound: Outbound,
 }
 
@@ -84,8 +94,10 @@ struct InFlight {
     posted: Instant,
 }
 
-/// The `socket` transport.
+/// The `socket` transport, and `mmap`.
 pub struct SocketTransport {
+    /// Peers' pools are mapped, where they can be.
+    maps: bool,
     pool: Region,
     metadata: Vec<u8>,
     own: Token,
@@ -105,8 +117,8 @@ pub struct SocketTransport {
 }
 
 impl SocketTransport {
-    /// Listens on a free port of `bind_host`.
-    pub fn new(config: &SocketConfig, pool: Region) -> Result<Self, TransferError> {
+    /// Listens on a free port of `bind_host`. With `maps`, bytes are copied to and from the pools of peers that can be mapped.
+    pub fn new(config: &SocketConfig, pool: Region, maps: bool) -> Result<Self, TransferError> {
         let own: Token = rand::random();
         let (report_sender, reports) = sync_channel(QUEUE);
         let (notification_sender, notifications) = sync_channel(QUEUE);
@@ -119,9 +131,11 @@ impl SocketTransport {
             port: address.port(),
             token: [(own >> 64) as u64, own as u64],
             pool: pool.len() as u64,
+            export: Export::of(&pool),
         };
         tracing::info!(host = metadata.host, port = metadata.port, "socket transport listens");
         Ok(Self {
+            maps,
             pool,
             metadata: rmp_serde::to_vec(&metadata).expect("plain struct serializes"),
             own,
@@ -150,6 +164,36 @@ impl SocketTransport {
     fn number(&mut self) -> u64 {
         self.next += 1;
         self.next
+    }
+
+    /// Goes on with the transfers to mapped pools, one of each peer at a time.
+    fn copy(&mut self) {
+        let mut broken = None;
+        for peer in self.peers.values_mut() {
+            let (Some(mapping), Some(first)) = (&peer.mapping, peer.copying.front_mut()) else { continue };
+            match first.go_on(mapping, &self.pool) {
+                Ok(false) => {}
+                Ok(true) => {
+                    let done = peer.copying.pop_front().expect("looked at above. This is a bug.");
+                    peer.outbound.commit(done.job);
+                }
+                Err(error) => broken = Some((peer.connection, error)),
+            }
+        }
+        if let Some((connection, error)) = broken {
+            self.lost(connection, error);
+        }
+    }
+
+    /// The peer's pool, or a warning why its bytes go over TCP.
+    fn map(&self, export: Option<Export>, len: u64) -> Option<Mapping> {
+        let mapping = match export {
+            Some(export) => export.map(len).map_err(|error| error.to_string()),
+            None => Err("it lies in memory that others cannot map".into()),
+        };
+        mapping
+            .inspect_err(|why| tracing::warn!(why, "a peer's KV pool is not mapped: its bytes go over TCP"))
+            .ok()
     }
 
     fn settled(&mut self, connection: u64, xfer: u64) {
@@ -195,7 +239,7 @@ fn advertised(config: &SocketConfig, bound: IpAddr) -> Result<String, String> {
 
 impl Transport for SocketTransport {
     fn name(&self) -> &'static str {
-        "socket"
+        if self.maps { mapped::BACKEND.name } else { BACKEND.name }
     }
 
     fn metadata(&self) -> Vec<u8> {
@@ -204,9 +248,11 @@ impl Transport for SocketTransport {
 
     fn add_peer(&mut self, peer: PeerId, metadata: &[u8]) -> Result<(), TransferError> {
         let bad = |e: rmp_serde::decode::Error| TransferError::BadMetadata(e.to_string());
-        let Metadata { host, port, token: [high, low], pool } =
+        let Metadata { host, port, token: [high, low], pool, export } =
             rmp_serde::from_slice(metadata).map_err(bad)?;
         self.remove_peer(peer);
+        let mapping = if self.maps { self.map(export, pool) } else { None };
+
         let token = (Token::from(high) << 64) | Token::from(low);
         let connection = self.number();
         let address = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
@@ -216,7 +262,7 @@ impl Transport for SocketTransport {
         self.inbound().unfence(token);
         self.owners.insert(connection, peer);
         self.tokens.insert(peer, token);
-        self.peers.insert(peer, Peer { connection, pool, outbound });
+        self.peers.insert(peer, Peer { connection, pool, mapping, copying: VecDeque::new(), outbound });
         Ok(())
     }
 
@@ -236,7 +282,7 @@ impl Transport for SocketTransport {
     ) -> Result<XferId, TransferError> {
         let posted = Instant::now();
         let id = XferId(self.number());
-        let target = self.peers.get(&peer).ok_or(TransferError::UnknownPeer(peer))?;
+        let target = self.peers.get_mut(&peer).ok_or(TransferError::UnknownPeer(peer))?;
         let bytes = check_spans(spans, notification, &self.pool, target.pool)?;
         let flights = self.in_flight.entry(peer).or_default();
         if flights.len() >= MAX_QUEUED {
@@ -244,7 +290,11 @@ impl Transport for SocketTransport {
         }
         let (spans, notification) = (spans.to_vec(), notification.to_vec());
         let descriptors = spans.len() as u32;
-        target.outbound.push(Job { xfer: id.0, direction, spans, notification });
+        let job = Job { xfer: id.0, direction, spans, notification };
+        match target.mapping {
+            Some(_) => target.copying.push_back(Copying::new(job)),
+            None => target.outbound.push(job),
+        }
         let post = posted.elapsed();
         let stats = XferStats { direction, bytes, descriptors, post, wire: post, ..Default::default() };
         flights.push(InFlight { id, stats, posted });
@@ -252,6 +302,7 @@ impl Transport for SocketTransport {
     }
 
     fn poll(&mut self, events: &mut Vec<Event>) -> Result<(), TransferError> {
+        self.copy();
         while let Some(report) = self.queues.as_ref().and_then(|(reports, _)| reports.try_recv().ok()) {
             match report {
                 Report::Settled { connection, xfer } => self.settled(connection, xfer),
@@ -267,7 +318,11 @@ impl Transport for SocketTransport {
     }
 
     fn lane(&mut self, _: Direction) -> Option<Lane> {
-        Some(Lane { carrier: "tcp/socket".into(), how: "copy-in, copy-out".into() })
+        let (carrier, how) = match self.maps && self.peers.values().all(|peer| peer.mapping.is_some()) {
+            true => ("mmap/memory", "one copy"),
+            false => ("tcp/socket", "copy-in, copy-out"),
+        };
+        Some(Lane { carrier: carrier.into(), how: how.into() })
     }
 }
 

@@ -29,7 +29,7 @@ pub struct Job {
 /// What the calling thread does next.
 enum Step {
     Start(Job),
-    /// Every byte of a read is here: tell the peer.
+    /// Every byte is where it belongs: tell the peer.
     Commit(Job),
 }
 
@@ -80,6 +80,11 @@ impl Outbound {
     /// Queues a transfer. A connection that is gone takes it in silence: its loss was or will be reported.
     pub fn push(&self, job: Job) {
         self.link.push(Step::Start(job));
+    }
+
+    /// As [`Self::push`], for a transfer whose bytes are where they belong.
+    pub fn commit(&self, job: Job) {
+        self.link.push(Step::Commit(job));
     }
 
     /// Whether the thread has ended, so that dropping does not wait.

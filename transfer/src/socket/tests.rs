@@ -16,7 +16,7 @@ fn transport() -> (SocketTransport, Region) {
     // SAFETY: the vector lives as long as the region and nothing else touches it.
     let pool = unsafe { Region::new(base, POOL, words) };
     let config = SocketConfig { bind_host: "127.0.0.1".into(), advertise_host: None };
-    (SocketTransport::new(&config, pool.clone()).unwrap(), pool)
+    (SocketTransport::new(&config, pool.clone(), false).unwrap(), pool)
 }
 
 fn metadata(transport: &SocketTransport) -> Metadata {

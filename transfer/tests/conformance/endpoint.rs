@@ -115,6 +115,7 @@ const ON_DEVICE: &str = "device:";
 pub fn serve(name: &str, seed: u64, commands: &Receiver<String>, answer: impl Fn(String)) {
     let (name, pool) = match name.strip_prefix(ON_DEVICE) {
         Some(name) => (name, pool::device_region()),
+        None if name == "mmap" => (name, pool::shared_region()),
         None => (name, pool::region()),
     };
     pool::fill(&pool, seed);

@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex};
 
+use kernels::{KvDtype, KvLayout, KvPool};
 use transfer::{DeviceMemory, HostMemory, Memory, Region, Span};
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -24,6 +25,17 @@ pub fn region() -> Region {
     let region = unsafe { Region::new(base, BYTES as usize, words) };
     // Some tests' spans are whole pieces, some are not: both ways of posting are used.
     region.in_pieces_of(BLOCK / 4)
+}
+
+/// A pool that other processes can map.
+pub fn shared_region() -> Region {
+    let layout =
+        KvLayout { num_layers: 4, num_kv_heads: 8, head_dim: 128, block_size: 16, dtype: KvDtype::Bf16 };
+    assert_eq!(layout.block_bytes() as u64, BLOCK);
+    let pool = Arc::new(KvPool::shared(layout, (BYTES / BLOCK) as usize, 0).expect("memory"));
+    let file = pool.file().expect("a shared pool has a file").clone();
+    // SAFETY: as in `region`, with the pool in place of the vector.
+    unsafe { Region::new(pool.base(), pool.len(), pool) }.in_file(file)
 }
 
 /// A pool on a device that the processor cannot reach: only copies through the device do.
