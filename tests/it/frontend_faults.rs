@@ -6,6 +6,7 @@ use std::time::Duration;
 use serde_json::json;
 use tests::fake::{Behaviour, FakeWorker};
 use tests::fleet::{Fleet, header, idle, start_front, start_worker};
+use tests::process::Worker;
 use tests::wait::until;
 use tests::{Ask, Failure, prompts};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -53,6 +54,20 @@ async fn exchange(connection: &mut TcpStream, request: &str) -> String {
 async fn our_own_lack_of_file_descriptors_was_blamed_on_workers() {
     let fake = FakeWorker::start(Behaviour::Answer).await;
     let (front, _dir) = front_of(&[&fake], "--worker-url {0} --router-mode round-robin").await;
+    lacks_file_descriptors(&front).await;
+}
+
+/// The decode worker was then asked for what the prefill worker could not be.
+#[tokio::test]
+async fn our_own_lack_of_file_descriptors_was_blamed_on_prefill_workers() {
+    let prefill = FakeWorker::start(Behaviour::Prefill(Some(json!({"do_remote_prefill": true})))).await;
+    let decode = FakeWorker::start(Behaviour::Answer).await;
+    let flags = "--prefill {0} --decode {1} --disagg-policy always --no-router-kv-events";
+    let (front, _dir) = front_of(&[&prefill, &decode], flags).await;
+    lacks_file_descriptors(&front).await;
+}
+
+async fn lacks_file_descriptors(front: &Worker) {
     front.health_is("ready").await;
     // This connection is open before nothing more can be; on this thread of the frontend none to the worker is.
     let mut connection = TcpStream::connect(("127.0.0.1", front.port())).await.unwrap();
