@@ -204,8 +204,8 @@ impl KvPool {
         let end = offset.checked_add(len).filter(|&end| end <= self.len());
         assert!(end.is_some(), "{len} bytes at {offset} of {}. This is a bug.", self.len());
         match &self.memory {
-            // SAFETY: the range lies inside the mapping, checked above; the caller owns the blocks.
             Memory::Host(base, _) => {
+                // SAFETY: the range lies inside the mapping, checked above; the caller owns the blocks.
                 look(unsafe { std::slice::from_raw_parts(base.as_ptr().add(offset), len) })
             }
             Memory::Device(buffer) => {

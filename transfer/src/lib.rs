@@ -2,10 +2,10 @@
 //!
 //! A [`Transport`] writes spans of this process's registered pool into a peer's pool, or reads them from it, and
 //! carries a notification that arrives after the last byte. Backends: NIXL over UCX (`tcp`, `shm`, `cuda_ipc`,
-//! `rdma`), UCX without NIXL (`ucx`), plain TCP (`socket`), mapped pools (`mmap`), and `inproc` for tests; [`registry::open`] picks one by its
-//! `KV_TRANSPORT` name. A [`driver::DriverHandle`] owns the chosen one on its own thread. [`plan`] turns block pairs
-//! into few spans, [`wire`] is what two processes compare before the first byte moves, [`probe`] what they measure
-//! then.
+//! `rdma`), UCX without NIXL (`ucx`), mapped pools (`mmap`), plain TCP (`socket`), and `inproc` for tests;
+//! [`registry::open`] picks one by its `KV_TRANSPORT` name. A [`driver::DriverHandle`] owns the chosen one on its own
+//! thread. [`plan`] turns block pairs into few spans, [`wire`] is what two processes compare before the first byte moves,
+//! [`probe`] what they measure then.
 //!
 //! Invariants:
 //! - The pool is one region, registered once. Every span is checked against both pools before a byte moves, and

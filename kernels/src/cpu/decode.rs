@@ -35,16 +35,14 @@ pub trait Kernel<const STEP: usize>: Sync {
     type Out: Element;
     const NONE: Self::Weight;
 
-    /// `scores[lane][first + i] = queries[lane] · rows[i]`. Asks memory for `ahead` meanwhile.
+    /// `scores[lane][first + i] = queries[lane] · rows[i]`.
     ///
     /// # Safety
     /// See the trait.
     unsafe fn score(
         &self,
         queries: &[&[Self::Query]],
-        rows: &[&[Self::Kv]; STEP],
-        ahead: &[*const Self::Kv; STEP],
-        first: usize,
+        step: &Step<'_, Self::Kv, STEP>,
         scores: &mut [[f32; SPLIT]],
     );
 
@@ -60,20 +58,27 @@ pub trait Kernel<const STEP: usize>: Sync {
         weights: &mut [Self::Weight; SPLIT],
     ) -> (f32, f32);
 
-    /// Adds the values of `keys` keys from `first`, weighted, to each lane's outputs, which follow a maximum and a sum in
-    /// `to`. Later rows repeat a key; a weight there is none. Asks memory for `ahead` meanwhile.
+    /// Adds the values of the step's first `keys` keys, weighted, to each lane's outputs, which follow a maximum and a sum in
+    /// `to`. Later rows repeat a key; a weight there is none.
     ///
     /// # Safety
     /// See the trait.
     unsafe fn add_values(
         &self,
-        rows: &[&[Self::Kv]; STEP],
-        ahead: &[*const Self::Kv; STEP],
+        step: &Step<'_, Self::Kv, STEP>,
         keys: usize,
-        first: usize,
         weights: &[[Self::Weight; SPLIT]],
         to: &mut [f32],
     );
+}
+
+/// What a kernel computes with at a time: one head of some keys, or of their values.
+pub struct Step<'a, E, const N: usize> {
+    /// Number of the first key within its split.
+    first: usize,
+    rows: [&'a [E]; N],
+    /// As much that comes later: memory is asked for it meanwhile.
+    ahead: [*const E; N],
 }
 
 /// Computes the rows of `seqs`, each of at most [`super::attention::FEW_LANES`] lanes for each KV head.
@@ -186,38 +191,32 @@ impl Part<'_> {
         let mut weights = vec![[K::NONE; SPLIT]; count];
         let of_head = |head: usize| head * group..(head + 1) * group;
         // SAFETY: passed on from the caller, and rows are heads of the pool.
-        self.each_step::<K::Kv, STEP>(
-            task,
-            Half::Key,
-            keys,
-            Some(Half::Value),
-            |head, first, rows, ahead| unsafe {
-                kernel.score(&queries[of_head(head)], rows, ahead, first, &mut scores[of_head(head)]);
-            },
-        );
+        self.each_step::<K::Kv, STEP>(task, Half::Key, keys, Some(Half::Value), |head, step| unsafe {
+            kernel.score(&queries[of_head(head)], step, &mut scores[of_head(head)]);
+        });
         let scale = std::f32::consts::LOG2_E / (dim as f32).sqrt();
         for (lane, (scores, weights)) in scores.iter_mut().zip(&mut weights).enumerate() {
             // SAFETY: passed on from the caller.
             let stats = unsafe { kernel.soften(scores, self.visible(task, lane), scale, weights) };
             (to[lane * width], to[lane * width + 1]) = stats;
         }
-        self.each_step::<K::Kv, STEP>(task, Half::Value, keys, None, |head, first, rows, ahead| {
-            let (of_head, of_step) = (of_head(head), STEP.min(keys - first));
+        self.each_step::<K::Kv, STEP>(task, Half::Value, keys, None, |head, step| {
+            let (of_head, of_step) = (of_head(head), STEP.min(keys - step.first));
             let to = &mut to[of_head.start * width..of_head.end * width];
             // SAFETY: as above.
-            unsafe { kernel.add_values(rows, ahead, of_step, first, &weights[of_head], to) };
+            unsafe { kernel.add_values(step, of_step, &weights[of_head], to) };
         });
     }
 
-    /// Calls `each(kv_head, first key, rows of that head, as much that comes later)` in the order of memory. After the last
-    /// key come those of `after`. Steps beyond the last key repeat it.
+    /// Calls `each(kv_head, its step)` in the order of memory. After the last key come those of `after`. Steps beyond the last
+    /// key repeat it.
     fn each_step<E: Element, const STEP: usize>(
         &self,
         task: &Attention<'_>,
         half: Half,
         keys: usize,
         after: Option<Half>,
-        mut each: impl FnMut(usize, usize, &[&[E]; STEP], &[*const E; STEP]),
+        mut each: impl FnMut(usize, &Step<'_, E, STEP>),
     ) {
         let (dim, heads) = (task.head_dim(), task.kv_heads());
         for first in (0..keys).step_by(STEP) {
@@ -231,13 +230,13 @@ impl Part<'_> {
             let (mut token, mut part) = (0, 0);
             for head in 0..heads {
                 // SAFETY: a head of a token of the pool, whose type the caller vouched for; nobody writes it meanwhile.
-                let of_head = now.map(|row| unsafe { std::slice::from_raw_parts(row.add(head * dim), dim) });
+                let rows = now.map(|row| unsafe { std::slice::from_raw_parts(row.add(head * dim), dim) });
                 let ahead = std::array::from_fn(|_| {
                     let at = later[token].wrapping_add(part * dim);
                     (token, part) = if part + 1 == heads { (token + 1, 0) } else { (token, part + 1) };
                     at
                 });
-                each(head, first, &of_head, &ahead);
+                each(head, &Step { first, rows, ahead });
             }
         }
     }

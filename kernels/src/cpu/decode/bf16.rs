@@ -7,7 +7,7 @@ use half::bf16;
 use super::super::dp::{broadcast, load, pairs_of};
 use super::super::exp::exp2;
 use super::super::simd::{transpose, zip};
-use super::{Kernel, SPLIT, fetch};
+use super::{Kernel, SPLIT, Step, fetch};
 
 /// Keys whose scores fill a register.
 const STEP: usize = 16;
@@ -22,18 +22,11 @@ impl Kernel<STEP> for Bf16 {
     type Out = bf16;
     const NONE: bf16 = bf16::ZERO;
 
-    unsafe fn score(
-        &self,
-        queries: &[&[bf16]],
-        rows: &[&[bf16]; STEP],
-        ahead: &[*const bf16; STEP],
-        first: usize,
-        scores: &mut [[f32; SPLIT]],
-    ) {
-        let mut ahead = &ahead[..];
+    unsafe fn score(&self, queries: &[&[bf16]], step: &Step<'_, bf16, STEP>, scores: &mut [[f32; SPLIT]]) {
+        let (first, mut ahead) = (step.first, &step.ahead[..]);
         for (query, scores) in queries.iter().zip(scores) {
             // SAFETY: passed on from the caller, who checked the CPU.
-            unsafe { score(query, rows, ahead, &mut scores[first..first + STEP]) };
+            unsafe { score(query, &step.rows, ahead, &mut scores[first..first + STEP]) };
             ahead = &[];
         }
     }
@@ -52,14 +45,13 @@ impl Kernel<STEP> for Bf16 {
     /// Two lanes at a time.
     unsafe fn add_values(
         &self,
-        rows: &[&[bf16]; STEP],
-        ahead: &[*const bf16; STEP],
+        step: &Step<'_, bf16, STEP>,
         keys: usize,
-        first: usize,
         weights: &[[bf16; SPLIT]],
         to: &mut [f32],
     ) {
-        let (dim, width) = (rows[0].len(), rows[0].len() + 2);
+        let Step { first, rows, ahead } = step;
+        let (first, dim, width) = (*first, rows[0].len(), rows[0].len() + 2);
         // An odd last key is paired with itself; its second weight is zero.
         let pairs = keys.div_ceil(2);
         ahead.iter().for_each(|row| fetch(*row, dim));

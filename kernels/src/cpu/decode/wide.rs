@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 
 use super::super::soften::{largest, soften};
 use super::super::{Element, Isa, dot};
-use super::{Kernel, SPLIT};
+use super::{Kernel, SPLIT, Step};
 
 /// Few enough keys that what is read head by head still looks like a stream to the CPU, which then reads ahead by itself.
 const STEP: usize = 4;
@@ -29,28 +29,21 @@ impl<E: Registers, O: Element> Kernel<STEP> for Wide<E, O> {
     type Out = O;
     const NONE: f32 = 0.0;
 
-    unsafe fn score(
-        &self,
-        queries: &[&[f32]],
-        rows: &[&[E]; STEP],
-        ahead: &[*const E; STEP],
-        first: usize,
-        scores: &mut [[f32; SPLIT]],
-    ) {
+    unsafe fn score(&self, queries: &[&[f32]], step: &Step<'_, E, STEP>, scores: &mut [[f32; SPLIT]]) {
         // SAFETY: passed on from the caller.
         unsafe {
             match self.isa {
                 Isa::Portable => {}
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx2 => return x86::avx2::score(queries, rows, ahead, first, scores),
+                Isa::Avx2 => return x86::avx2::score(queries, step, scores),
                 #[cfg(target_arch = "x86_64")]
-                _ => return x86::avx512::score(queries, rows, ahead, first, scores),
+                _ => return x86::avx512::score(queries, step, scores),
                 #[cfg(not(target_arch = "x86_64"))]
                 _ => {}
             }
         }
         for (query, scores) in queries.iter().zip(scores) {
-            for (score, row) in scores[first..].iter_mut().zip(rows) {
+            for (score, row) in scores[step.first..].iter_mut().zip(&step.rows) {
                 *score = dot(query, row);
             }
         }
@@ -74,29 +67,26 @@ impl<E: Registers, O: Element> Kernel<STEP> for Wide<E, O> {
 
     unsafe fn add_values(
         &self,
-        rows: &[&[E]; STEP],
-        ahead: &[*const E; STEP],
+        step: &Step<'_, E, STEP>,
         keys: usize,
-        first: usize,
         weights: &[[f32; SPLIT]],
         to: &mut [f32],
     ) {
-        let rows = &rows[..keys];
         // SAFETY: as in `score`.
         unsafe {
             match self.isa {
                 Isa::Portable => {}
                 #[cfg(target_arch = "x86_64")]
-                Isa::Avx2 => return x86::avx2::add_values(rows, ahead, first, weights, to),
+                Isa::Avx2 => return x86::avx2::add_values(step, keys, weights, to),
                 #[cfg(target_arch = "x86_64")]
-                _ => return x86::avx512::add_values(rows, ahead, first, weights, to),
+                _ => return x86::avx512::add_values(step, keys, weights, to),
                 #[cfg(not(target_arch = "x86_64"))]
                 _ => {}
             }
         }
-        let width = rows[0].len() + 2;
+        let width = step.rows[0].len() + 2;
         for (weights, to) in weights.iter().zip(to.chunks_exact_mut(width)) {
-            for (weight, row) in weights[first..].iter().zip(rows) {
+            for (weight, row) in weights[step.first..].iter().zip(&step.rows[..keys]) {
                 to[2..].iter_mut().zip(*row).for_each(|(to, value)| *to += weight * value.widen());
             }
         }
@@ -119,7 +109,7 @@ mod x86 {
     use half::bf16;
 
     use super::super::super::Element;
-    use super::super::{SPLIT, fetch};
+    use super::super::{SPLIT, Step, fetch};
     use super::STEP;
 
     /// Elements that fill a register when they are widened.
@@ -204,14 +194,13 @@ mod x86 {
                 #[target_feature(enable = $features)]
                 pub unsafe fn score<E: Registers>(
                     queries: &[&[f32]],
-                    rows: &[&[E]; STEP],
-                    ahead: &[*const E; STEP],
-                    first: usize,
+                    step: &Step<'_, E, STEP>,
                     scores: &mut [[f32; SPLIT]],
                 ) {
+                    let Step { first, rows, ahead } = step;
                     ahead.iter().for_each(|row| fetch(*row, rows[0].len()));
                     for (queries, scores) in queries.chunks(2).zip(scores.chunks_mut(2)) {
-                        let keys = first..first + STEP;
+                        let keys = *first..first + STEP;
                         // SAFETY: passed on from the caller.
                         unsafe {
                             match (queries, scores) {
@@ -268,14 +257,13 @@ mod x86 {
                 /// As [`score`], for rows and outputs.
                 #[target_feature(enable = $features)]
                 pub unsafe fn add_values<E: Registers>(
-                    rows: &[&[E]],
-                    ahead: &[*const E; STEP],
-                    first: usize,
+                    step: &Step<'_, E, STEP>,
+                    keys: usize,
                     weights: &[[f32; SPLIT]],
                     to: &mut [f32],
                 ) {
+                    let (first, rows, mut ahead) = (step.first, &step.rows[..keys], &step.ahead[..]);
                     let width = rows[0].len() + 2;
-                    let mut ahead = &ahead[..];
                     for (weights, to) in weights.chunks(2).zip(to.chunks_mut(2 * width)) {
                         // SAFETY: passed on from the caller.
                         unsafe {
