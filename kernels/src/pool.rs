@@ -54,6 +54,8 @@ impl KvPool {
     /// Errors: as [`KvPool::new`], or the system has no such files.
     pub fn shared(layout: KvLayout, num_blocks: usize, spare_blocks: usize) -> io::Result<Self> {
         let len = pool_bytes(&layout, num_blocks.saturating_add(spare_blocks))?;
+        // A file's memory is not promised by anybody: whether there is so much, only other memory tells.
+        drop(Self::with_spare(layout, num_blocks, spare_blocks)?);
         let file = Arc::new(memory_file(len)?);
         let base = map(len, Some(&file))?;
         Ok(Self { memory: Memory::Host(base, Some(file)), layout, num_blocks, spare_blocks })
@@ -244,6 +246,17 @@ fn map(len: usize, file: Option<&OwnedFd>) -> io::Result<NonNull<u8>> {
 /// A file of `len` bytes that is nowhere but in memory and keeps its length: who maps it can rely on every byte.
 fn memory_file(len: usize) -> io::Result<OwnedFd> {
     let check = |outcome: i32| if outcome < 0 { Err(io::Error::last_os_error()) } else { Ok(outcome) };
+    let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
+    // SAFETY: writes to `limit` only.
+    check(unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &mut limit) })?;
+    if len as u64 > limit.rlim_cur {
+        // Beyond it the system ends the process.
+        let text = format!(
+            "shared memory of {len} bytes is above the limit of {} bytes for files (ulimit -f)",
+            limit.rlim_cur
+        );
+        return Err(io::Error::other(text));
+    }
     let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
     // SAFETY: the name is a C string.
     let fd = check(unsafe { libc::memfd_create(c"kvferry-kv-pool".as_ptr(), flags) })?;
@@ -300,5 +313,46 @@ mod tests {
         // SAFETY: the mapping has these pages, and there is a byte for each.
         let outcome = unsafe { libc::mincore(base, 1000 * layout.block_bytes(), resident.as_mut_ptr()) };
         assert!(outcome == 0 && resident.iter().all(|page| page & 1 == 1));
+    }
+
+    const LAYOUT: KvLayout =
+        KvLayout { num_layers: 3, num_kv_heads: 1, head_dim: 8, block_size: 16, dtype: KvDtype::Bf16 };
+
+    #[test]
+    fn a_shared_pool_is_a_file_that_keeps_its_length() {
+        let pool = KvPool::shared(LAYOUT, 10, 1).unwrap();
+        // SAFETY: nobody else has the pool.
+        unsafe { *pool.half_ptr(1, 0, Half::Key) = 7 };
+        let file = std::fs::File::from(pool.file().unwrap().try_clone().unwrap());
+        assert_eq!(file.metadata().unwrap().len(), pool.len() as u64);
+        let mut byte = [0];
+        std::os::unix::fs::FileExt::read_exact_at(&file, &mut byte, LAYOUT.block(1).start as u64).unwrap();
+        assert_eq!(byte, [7]);
+        assert!(file.set_len(0).is_err() && file.set_len(1 << 20).is_err());
+        assert!(KvPool::with_spare(LAYOUT, 10, 1).unwrap().file().is_none());
+    }
+
+    /// The system ended the process without a word.
+    #[test]
+    fn a_limit_for_files_ended_the_process_that_shared_a_pool() {
+        let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+        // SAFETY: reads and sets this process's limit.
+        unsafe {
+            assert_eq!(libc::getrlimit(libc::RLIMIT_FSIZE, &mut limit), 0);
+            let small = libc::rlimit { rlim_cur: 1024, ..limit };
+            assert_eq!(libc::setrlimit(libc::RLIMIT_FSIZE, &small), 0);
+        }
+        let outcome = KvPool::shared(LAYOUT, 10, 1);
+        // SAFETY: as above.
+        assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_FSIZE, &limit) }, 0);
+        let error = outcome.unwrap_err().to_string();
+        assert!(error.contains("ulimit -f") && error.contains("1024"), "{error}");
+    }
+
+    /// Shared memory is given by the page, when it is touched: a pool larger than the machine was taken for one.
+    #[test]
+    fn a_shared_pool_is_refused_where_another_is() {
+        let blocks = (1 << 45) / LAYOUT.block_bytes();
+        assert_eq!(KvPool::new(LAYOUT, blocks).is_err(), KvPool::shared(LAYOUT, blocks, 0).is_err());
     }
 }

@@ -17,6 +17,7 @@ use self::probing::{Known, Probe};
 use crate::error::TransferError;
 use crate::lane::Lane;
 use crate::probe::{Introduction, Note, ProbeReport, Scratch};
+use crate::socket::mapped;
 use crate::transport::{Direction, Event, PeerId, Span, Transport, XferId, XferStats};
 use crate::ucx::Setting;
 
@@ -295,7 +296,7 @@ impl Driver {
                 match self.owners.remove(&xfer).expect("each transfer settles once. This is a bug.") {
                     Owner::Caller { tag, queue } => {
                         let result = result.map(|stats| XferStats { queue, ..stats });
-                        let lane = result.as_ref().ok().and_then(|stats| self.lane(stats.direction));
+                        let lane = result.as_ref().ok().and_then(|stats| self.lane(peer, stats.direction));
                         (self.on_event)(DriverEvent::Settled { tag, peer, result, lane });
                     }
                     Owner::Probe(nonce) => self.probe_settled(nonce, result),
@@ -316,7 +317,11 @@ impl Driver {
         }
     }
 
-    fn lane(&mut self, direction: Direction) -> Option<Arc<Lane>> {
+    /// What carries our transfers with the peer.
+    fn lane(&mut self, peer: PeerId, direction: Direction) -> Option<Arc<Lane>> {
+        if let Some(is_mapped) = self.transport.has_mapped(peer) {
+            return Some(Arc::new(mapped::lane(is_mapped)));
+        }
         let known = &mut self.lanes[direction as usize];
         if known.is_none() {
             *known = self.transport.lane(direction).map(Arc::new);

@@ -146,6 +146,10 @@ impl Transport for Faulty {
         self.inner.lane(direction)
     }
 
+    fn has_mapped(&self, peer: PeerId) -> Option<bool> {
+        self.inner.has_mapped(peer)
+    }
+
     fn settings(&self) -> Vec<Setting> {
         self.inner.settings()
     }

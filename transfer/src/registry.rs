@@ -44,11 +44,12 @@ const BACKENDS: &[Backend] = &[
 ];
 
 /// Chosen by [`open`], not a backend of its own.
-const AUTO: &str = "auto";
+pub const AUTO: &str = "auto";
 const UCX: &str = "ucx";
 /// Within one process: for tests.
 const INPROC: &str = inproc::BACKEND.name;
-const MMAP: &str = socket::mapped::BACKEND.name;
+/// What `auto` takes on one machine where there is no NIXL.
+pub const MMAP: &str = socket::mapped::BACKEND.name;
 
 /// What [`open`] needs to know.
 #[derive(Clone, Debug)]

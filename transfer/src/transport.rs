@@ -132,6 +132,11 @@ pub trait Transport: Send {
         None
     }
 
+    /// Whether this peer's pool is mapped here, and its transfers are copies; `None` for transports that map none.
+    fn has_mapped(&self, _peer: PeerId) -> Option<bool> {
+        None
+    }
+
     /// The settings of the library below that this transport was opened with.
     fn settings(&self) -> Vec<Setting> {
         Vec::new()

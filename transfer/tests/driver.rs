@@ -5,8 +5,10 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
+use kernels::{KvDtype, KvLayout, KvPool};
 use transfer::driver::Driver;
 use transfer::inproc::{Hub, InProcTransport};
+use transfer::socket::{SocketConfig, SocketTransport};
 use transfer::{
     Direction, DriverEvent, DriverHandle, Event, Identity, PeerId, Region, Scratch, Span, TransferError,
     Transport, XferId,
@@ -185,4 +187,36 @@ fn an_idle_driver_sleeps_and_one_that_expects_traffic_polls_often() {
     // The thread ends with its last handle, and the transport with it.
     while polls.recv_timeout(PATIENCE).is_ok() {}
     assert!(matches!(polls.try_recv(), Err(std::sync::mpsc::TryRecvError::Disconnected)));
+}
+
+/// A pool that others can map.
+fn shared_pool() -> Region {
+    let layout =
+        KvLayout { num_layers: 1, num_kv_heads: 1, head_dim: 8, block_size: 16, dtype: KvDtype::Bf16 };
+    let pool = Arc::new(KvPool::shared(layout, 8, 0).unwrap());
+    let file = pool.file().unwrap().clone();
+    // SAFETY: the pool lives as long as the region and nothing else touches it.
+    unsafe { Region::new(pool.base(), pool.len(), pool) }.in_file(file)
+}
+
+/// The asker's own view was taken for the peer's, and one peer that cannot be mapped for all.
+#[test]
+fn the_lane_of_a_mapped_pool_is_that_of_the_side_that_copies_and_of_each_peer() {
+    let config = SocketConfig { bind_host: "127.0.0.1".into(), advertise_host: None };
+    let mapping = |pool: Region| spawn(SocketTransport::new(&config, pool, true).unwrap()).0;
+    let (both, other, unmappable) = (mapping(shared_pool()), mapping(shared_pool()), mapping(pool(0)));
+    let link = |a: &DriverHandle, a_calls: u64, b: &DriverHandle, b_calls: u64| {
+        a.add_peer(PeerId(a_calls), b.metadata().to_vec()).unwrap();
+        b.add_peer(PeerId(b_calls), a.metadata().to_vec()).unwrap();
+    };
+    link(&both, 1, &unmappable, 9);
+    link(&both, 2, &other, 9);
+    let lanes = |asker: &DriverHandle, peer: u64| {
+        let report = asker.probe(PeerId(peer)).unwrap();
+        [Direction::Write, Direction::Read].map(|way| report.lane(way).unwrap().carrier.clone())
+    };
+    // What is pushed to us the peer copies, what is pulled we copy ourselves.
+    assert_eq!(lanes(&both, 1), ["mmap/memory", "tcp/socket"]);
+    assert_eq!(lanes(&both, 2), ["mmap/memory", "mmap/memory"]);
+    assert_eq!(lanes(&unmappable, 9), ["tcp/socket", "mmap/memory"]);
 }

@@ -9,6 +9,7 @@ use engine::metrics::Metrics;
 use prometheus::{GaugeVec, HistogramOpts, HistogramVec, IntCounterVec, IntGaugeVec, Opts, Registry};
 use serde_json::{Value, json};
 use transfer::driver::{DriverEvent, TransportInfo};
+use transfer::registry::{AUTO, MMAP};
 use transfer::{Direction, ProbeReport};
 
 /// How often the summary is logged, if anything was transferred; as in vLLM.
@@ -145,7 +146,11 @@ impl Transfers {
             self.probe_rate.with_label_values(&labels).set(measured.gb_per_s());
         }
         self.probe_round_trip.with_label_values(&[peer]).set(report.round_trip.as_secs_f64());
-        let complaints = report.complaints(self.transport());
+        let complaints = match self.asked == AUTO && self.transport() == MMAP {
+            // What was there in place of NIXL; nobody asked for it.
+            true => Vec::new(),
+            false => report.complaints(self.transport()),
+        };
         self.export_lanes(peer, report, &complaints);
         self.probes().insert(peer.to_owned(), report.clone());
         for complaint in &complaints {

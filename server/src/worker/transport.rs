@@ -76,10 +76,15 @@ fn settings(config: &Config, incarnation: u64) -> TransportConfig {
 /// Errors: as [`KvPool::new`].
 pub fn host_pool(config: &Config, layout: KvLayout, blocks: usize, spare: usize) -> std::io::Result<KvPool> {
     // Nobody asks for a transport without peers.
-    match spare > 0 && transfer::registry::maps_pools(&settings(config, 0)) {
-        true => KvPool::shared(layout, blocks, spare),
-        false => KvPool::with_spare(layout, blocks, spare),
+    if spare > 0 && transfer::registry::maps_pools(&settings(config, 0)) {
+        match KvPool::shared(layout, blocks, spare) {
+            Err(error) if config.kv_transport == transfer::registry::AUTO => {
+                tracing::warn!(%error, "the KV pool cannot be shared with other processes");
+            }
+            outcome => return outcome,
+        }
     }
+    KvPool::with_spare(layout, blocks, spare)
 }
 
 /// True if all workers of this deployment are on this machine, as far as this one can tell.

@@ -6,6 +6,7 @@ use std::time::Instant;
 use super::{Driver, Owner, PROBED};
 use crate::error::TransferError;
 use crate::probe::{Action, Note, PING_BYTES, ProbeReport, Prober, Scratch};
+use crate::socket::mapped;
 use crate::transport::{Direction, PeerId, Span, XferStats};
 
 /// What a peer said of itself.
@@ -19,6 +20,8 @@ pub struct Known {
 pub struct Probe {
     peer: PeerId,
     prober: Prober,
+    /// Whether it has mapped our pool, once it has said so.
+    mapped_by_peer: Option<bool>,
     reply: SyncSender<Result<ProbeReport, TransferError>>,
 }
 
@@ -48,7 +51,7 @@ impl Driver {
         };
         self.next_nonce = self.next_nonce.wrapping_add(1);
         let prober = Prober::new(own, theirs, self.identity.incarnation, self.next_nonce, Instant::now());
-        self.advance(Probe { peer, prober, reply });
+        self.advance(Probe { peer, prober, mapped_by_peer: None, reply });
     }
 
     /// Posts the next step, or ends the self-test.
@@ -64,8 +67,10 @@ impl Driver {
                 }
             }
             Action::Done(report) => {
-                let mut lane = |direction| self.transport.lane(direction);
+                let mut lane = |direction| self.lane(probe.peer, direction).map(|lane| (*lane).clone());
                 let (write_lane, read_lane) = (lane(Direction::Write), lane(Direction::Read));
+                // What the peer pushes, it copies.
+                let write_lane = probe.mapped_by_peer.map(mapped::lane).or(write_lane);
                 probe.end(Ok(ProbeReport { write_lane, read_lane, ..report }));
             }
         }
@@ -91,10 +96,11 @@ impl Driver {
                 self.stay_warm(PROBED);
                 self.answer(from, nonce);
             }
-            Note::Pong { nonce } => {
+            Note::Pong { nonce, mapped } => {
                 let now = Instant::now();
                 let asked = |probe: &Probe| probe.prober.nonce() == nonce;
                 let Some(index) = self.probes.iter().position(asked) else { return };
+                self.probes[index].mapped_by_peer = mapped;
                 if self.probes[index].prober.ponged(now) {
                     let probe = self.probes.swap_remove(index);
                     self.advance(probe);
@@ -112,7 +118,8 @@ impl Driver {
         };
         let Some(own) = self.identity.scratch else { return };
         let spans = [Span { local: own.offset, remote: theirs.offset, len: PING_BYTES }];
-        match self.transport.post(Direction::Write, peer, &spans, &Note::Pong { nonce }.encode()) {
+        let pong = Note::Pong { nonce, mapped: self.transport.has_mapped(peer) };
+        match self.transport.post(Direction::Write, peer, &spans, &pong.encode()) {
             Ok(xfer) => drop(self.owners.insert(xfer, Owner::Pong)),
             Err(error) => tracing::debug!(?peer, %error, "cannot answer a self-test"),
         }

@@ -4,12 +4,11 @@
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Note {
     /// Answer me: the asker's incarnation, and the number of the question.
-    Ping {
-        from: u64,
-        nonce: u64,
-    },
+    Ping { from: u64, nonce: u64 },
     Pong {
         nonce: u64,
+        /// Whether who answers has mapped the asker's pool, and so copies into it; nothing where its transport maps none.
+        mapped: Option<bool>,
     },
     /// With what is only there to be measured.
     Load,
@@ -22,7 +21,7 @@ impl Note {
     pub fn encode(self) -> Vec<u8> {
         let (kind, a, b) = match self {
             Self::Ping { from, nonce } => (1u8, from, nonce),
-            Self::Pong { nonce } => (2, nonce, 0),
+            Self::Pong { nonce, mapped } => (2, nonce, mapped.map_or(0, |mapped| 1 + u64::from(mapped))),
             Self::Load => (3, 0, 0),
         };
         [&Self::MAGIC[..], &[kind], &a.to_le_bytes(), &b.to_le_bytes()].concat()
@@ -36,7 +35,7 @@ impl Note {
         let (a, b) = (u64::from_le_bytes(*a), u64::from_le_bytes(b.try_into().ok()?));
         match kind {
             1 => Some(Self::Ping { from: a, nonce: b }),
-            2 => Some(Self::Pong { nonce: a }),
+            2 => Some(Self::Pong { nonce: a, mapped: (b > 0).then_some(b > 1) }),
             3 => Some(Self::Load),
             _ => None,
         }
@@ -49,7 +48,8 @@ mod tests {
 
     #[test]
     fn notes_survive_the_wire_and_others_are_not_ours() {
-        for note in [Note::Ping { from: u64::MAX, nonce: 3 }, Note::Pong { nonce: 4 }, Note::Load] {
+        let pongs = [None, Some(false), Some(true)].map(|mapped| Note::Pong { nonce: 4, mapped });
+        for note in [Note::Ping { from: u64::MAX, nonce: 3 }, Note::Load].into_iter().chain(pongs) {
             assert_eq!(Note::decode(&note.encode()), Some(note));
         }
         for other in [&b""[..], b"kvp1", &[0; 21], b"kvp1\x09aaaaaaaabbbbbbbb"] {

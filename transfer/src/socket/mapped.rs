@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 use super::SocketTransport;
 use super::outbound::Job;
 use crate::error::TransferError;
+use crate::lane::Lane;
 use crate::registry::Backend;
 use crate::transport::{Direction, Memory, Region, Span};
 
@@ -35,6 +36,15 @@ pub const BACKEND: Backend = Backend {
         Err(TransferError::Unavailable { name: "mmap".into(), why })
     },
 };
+
+/// What carries a peer's bytes, whose pool is mapped or not.
+pub fn lane(is_mapped: bool) -> Lane {
+    let (carrier, how) = match is_mapped {
+        true => ("mmap/memory", "one copy"),
+        false => ("tcp/socket", "copy-in, copy-out"),
+    };
+    Lane { carrier: carrier.into(), how: how.into() }
+}
 
 /// Bytes copied in one poll: a fifth of a millisecond, which [`crate::driver`] takes for progress.
 const SLICE: u64 = 2 << 20;
@@ -110,8 +120,8 @@ impl Mapping {
         Ok(Self { base: NonNull::new(base.cast()).expect("mmap gave a null address. This is a bug."), len })
     }
 
-    /// Copies the part of `span` from `done` on, of at most `len` bytes, between `pool`, which has a file, and this one; returns how
-    /// many bytes.
+    /// Copies the part of `span` from `done` on, of at most `len` bytes, between `pool`, which is in host memory, and this one;
+    /// returns how many bytes.
     fn copy(
         &self,
         direction: Direction,
@@ -126,8 +136,8 @@ impl Mapping {
         if end > self.len as u64 {
             return Err(TransferError::OutOfRange { offset: start, len, pool: self.len as u64 });
         }
-        // SAFETY: both ranges were checked, a pool with a file is in host memory, and nobody else touches the bytes of a
-        // transfer while it runs.
+        // SAFETY: both ranges were checked, `SocketTransport::map` that the pool is in host memory, and nobody else touches the
+        // bytes of a transfer while it runs.
         unsafe {
             let (own, peers) = (pool.base().add(own.start), self.base.as_ptr().add(start as usize));
             match direction {

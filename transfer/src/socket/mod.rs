@@ -27,7 +27,9 @@ use socket2::{SockRef, TcpKeepalive};
 use crate::error::TransferError;
 use crate::lane::Lane;
 use crate::registry::{Backend, TransportConfig};
-use crate::transport::{Direction, Event, PeerId, Region, Span, Transport, XferId, XferStats, check_spans};
+use crate::transport::{
+    Direction, Event, Memory, PeerId, Region, Span, Transport, XferId, XferStats, check_spans,
+};
 use frame::{Greeting, Token};
 use inbound::Inbound;
 use mapped::{Copying, Export, Mapping};
@@ -185,14 +187,22 @@ impl SocketTransport {
         }
     }
 
-    /// The peer's pool, or a warning why its bytes go over TCP.
-    fn map(&self, export: Option<Export>, len: u64) -> Option<Mapping> {
+    /// The pool of the peer at `address`, or a warning why its bytes go over TCP.
+    fn map(&self, address: &str, export: Option<Export>, len: u64) -> Option<Mapping> {
         let mapping = match export {
+            _ if self.pool.memory() != Memory::Host => Err("our own lies on a device".into()),
             Some(export) => export.map(len).map_err(|error| error.to_string()),
-            None => Err("it lies in memory that others cannot map".into()),
+            None => Err("its transport is not mmap".into()),
         };
         mapping
-            .inspect_err(|why| tracing::warn!(why, "a peer's KV pool is not mapped: its bytes go over TCP"))
+            .inspect_err(|why| {
+                tracing::warn!(
+                    peer = address,
+                    why,
+                    "a peer's KV pool is not mapped: its bytes go over TCP (mapping needs the transport mmap at both ends, \
+                     the same user and the same process namespace)"
+                );
+            })
             .ok()
     }
 
@@ -251,11 +261,11 @@ impl Transport for SocketTransport {
         let Metadata { host, port, token: [high, low], pool, export } =
             rmp_serde::from_slice(metadata).map_err(bad)?;
         self.remove_peer(peer);
-        let mapping = if self.maps { self.map(export, pool) } else { None };
+        let address = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
+        let mapping = if self.maps { self.map(&address, export, pool) } else { None };
 
         let token = (Token::from(high) << 64) | Token::from(low);
         let connection = self.number();
-        let address = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
         let target = Target { connection, address, greeting: Greeting { to: token, from: self.own } };
         let outbound = Outbound::new(target, self.pool.clone(), self.report_sender.clone())
             .map_err(|e| TransferError::Wire(format!("starting a thread: {e}")))?;
@@ -317,12 +327,13 @@ impl Transport for SocketTransport {
         Ok(())
     }
 
+    /// The lane as asked for; [`Transport::has_mapped`] tells of each peer.
     fn lane(&mut self, _: Direction) -> Option<Lane> {
-        let (carrier, how) = match self.maps && self.peers.values().all(|peer| peer.mapping.is_some()) {
-            true => ("mmap/memory", "one copy"),
-            false => ("tcp/socket", "copy-in, copy-out"),
-        };
-        Some(Lane { carrier: carrier.into(), how: how.into() })
+        Some(mapped::lane(self.maps))
+    }
+
+    fn has_mapped(&self, peer: PeerId) -> Option<bool> {
+        self.maps.then(|| self.peers.get(&peer).is_some_and(|peer| peer.mapping.is_some()))
     }
 }
 
