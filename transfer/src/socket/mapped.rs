@@ -46,8 +46,9 @@ pub fn lane(is_mapped: bool) -> Lane {
     Lane { carrier: carrier.into(), how: how.into() }
 }
 
-/// Bytes copied in one poll: a fifth of a millisecond, which [`crate::driver`] takes for progress.
-const SLICE: u64 = 2 << 20;
+/// Bytes copied in one poll: less than a millisecond, which is how late anything else is noticed meanwhile, and more than what
+/// [`crate::driver`] takes for no progress.
+const SLICE: u64 = 8 << 20;
 
 /// Where a peer finds a pool's file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
