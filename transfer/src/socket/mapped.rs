@@ -1,8 +1,8 @@
 //! A peer's pool mapped into this process, where both run on one machine: spans are then copied, by the thread that polls,
 //! and the connection carries nothing but notifications and what settles them.
 //!
-//! A pool lies in a file in memory (memfd) that the peer opens through `/proc`. That needs the same user and the same
-//! process namespace, or a common one.
+//! A pool lies in a file in memory (memfd) that the peer opens through `/proc`, for which both must run as the same user and in
+//! the same process namespace.
 
 use std::fs::File;
 use std::io;
@@ -105,9 +105,6 @@ pub struct Mapping {
 
 // SAFETY: plain memory; who may touch which bytes when is settled by tickets, as for `Region`.
 unsafe impl Send for Mapping {}
-// SAFETY: as above.
-unsafe impl Sync for Mapping {}
-
 impl Mapping {
     fn new(file: &File, len: usize) -> io::Result<Self> {
         let (prot, fd) = (libc::PROT_READ | libc::PROT_WRITE, file.as_raw_fd());

@@ -263,7 +263,6 @@ impl Transport for SocketTransport {
         self.remove_peer(peer);
         let address = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
         let mapping = if self.maps { self.map(&address, export, pool) } else { None };
-
         let token = (Token::from(high) << 64) | Token::from(low);
         let connection = self.number();
         let target = Target { connection, address, greeting: Greeting { to: token, from: self.own } };
