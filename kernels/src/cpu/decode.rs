@@ -25,8 +25,9 @@ const SPLIT: usize = 128;
 /// How many keys ahead memory is asked: 32 KiB of Qwen3's.
 const AHEAD: usize = 16;
 
-/// The arithmetic of a part, which reads `STEP` keys for all heads before the next ones. All functions: the CPU has the kernel's instructions, and rows and queries are as long as a
-/// head, which the kernel takes; keys of a split are numbered from its first.
+/// The arithmetic of a part, which reads `STEP` keys for all heads before the next ones. All functions: the CPU has the
+/// kernel's instructions, and rows and queries are as long as a head, which the kernel takes; keys of a split are
+/// numbered from its first.
 pub trait Kernel<const STEP: usize>: Sync {
     type Query: Copy + Sync;
     type Kv: Element;
